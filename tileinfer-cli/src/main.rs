@@ -1,0 +1,2 @@
+//! The tileinfer command.
+fn main() {}
