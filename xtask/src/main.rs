@@ -10,6 +10,7 @@ mod files;
 mod gguf;
 
 use std::path::{Path, PathBuf};
+use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
@@ -31,13 +32,18 @@ enum Task {
     FetchTokenizers,
 }
 
-fn main() -> anyhow::Result<()> {
+fn main() -> ExitCode {
     let root = workspace_root();
-    match Arguments::parse().task {
+    let result = match Arguments::parse().task {
         Task::Ci => ci::run(&root),
         Task::DemoModel(arguments) => demo_model::run(&root, &arguments),
         Task::FetchTokenizers => fetch_tokenizers::run(&root),
+    };
+    if let Err(error) = result {
+        eprintln!("error: {error:#}");
+        return ExitCode::FAILURE;
     }
+    ExitCode::SUCCESS
 }
 
 /// The folder of the workspace: cargo says where this crate lies now, the compiler where it lay.
