@@ -288,7 +288,7 @@ fn whole_rounds_follow_the_law() {
         };
         let (p, q) = (by_prefix("p"), by_prefix("q"));
         let k = case["drafts"].as_u64().unwrap() as usize;
-        let rounds = 100_000_u32;
+        let rounds = 60_000_u32;
         let mut emitted = Counts::new();
         let mut accepted = vec![0_u32; k + 1];
         for round in 0..rounds {
@@ -503,7 +503,10 @@ fn draws_are_pinned() {
         .unwrap()
     };
     let tokens: Vec<u32> = (0..12).map(draw).collect();
-    assert_eq!(tokens, [0; 12]);
+    assert_eq!(
+        tokens,
+        [987, 455, 784, 179, 156, 179, 222, 156, 748, 282, 504, 434]
+    );
 }
 
 #[test]

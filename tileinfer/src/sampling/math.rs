@@ -12,7 +12,7 @@ pub const EXP_CUTOFF: f32 = -87.0;
 /// Adding and subtracting 1.5 · 2^23 rounds to the nearest integer, ties to even, for |x| < 2^22.
 const ROUND: f32 = 12_582_912.0;
 /// ln 2 in two parts; the first has 10 bits, so its product with an exponent is exact.
-const LN2_HIGH: f32 = 0.693_359_375;
+const LN2_HIGH: f32 = 355.0 / 512.0;
 const LN2_LOW: f32 = -2.121_944_4e-4;
 /// (e^r − 1 − r) / r² on |r| <= ln(2) / 2, lowest power first.
 const EXP: [f32; 5] = [
