@@ -175,6 +175,11 @@ mod tests {
     }
 
     #[test]
+    fn random_seeds_differ() {
+        assert_ne!(random_seed().unwrap(), random_seed().unwrap());
+    }
+
+    #[test]
     fn each_part_of_the_key_matters() {
         let base = Row::new(1, 2, Stream::Target);
         for other in [
