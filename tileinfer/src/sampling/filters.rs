@@ -11,16 +11,25 @@
 //!   with r lower ids among them stays if A + r · weight < `top_p` · S. The best value's first always stays.
 //! - min-p keeps weight >= `min_p`, the largest weight being exp(0) = 1.
 
-use super::math::{self, EXP_CUTOFF};
+use super::math::{self, SUM_LANES};
 use crate::{Error, Result};
 
 /// Logits whose maximum is kept, so that most of them need not be looked at twice.
 const CHUNK: usize = 64;
 /// Sets of up to this many tokens are simply sorted to find where top-p cuts.
 const SORTED_WHOLE: usize = 1024;
-/// Bins of scaled logits, 1/64 wide, that find the neighbourhood of top-p's cut in larger sets.
+/// Bins of scaled logits that find the neighbourhood of top-p's cut in larger sets.
 const BINS: usize = 1024;
-const BINS_PER_UNIT: f32 = 64.0;
+
+/// The bin of a token whose scaled logit is `below` under the best one's: 1/64 wide down to 12, then 1/3.
+fn bin(below: f32) -> usize {
+    let place = if below < 12.0 {
+        below * 64.0
+    } else {
+        below * 3.0 + 732.0
+    };
+    (place as usize).min(BINS - 1)
+}
 
 /// The largest logit of all, and of each chunk of 64.
 #[derive(Debug, Default)]
@@ -122,15 +131,27 @@ fn nth_largest(k: usize, values: &mut [f32]) -> f32 {
         .1
 }
 
-/// A key whose ascending order is: larger logits first, lower ids first among equals (0 and −0 are).
-pub(super) fn rank(logit: f32, id: u32) -> u64 {
+/// Unsigned numbers in the order of the logits, the same one for 0 and −0.
+fn ascending(logit: f32) -> u32 {
     let bits = (logit + 0.0).to_bits();
-    let ascending = if bits >> 31 == 0 {
+    if bits >> 31 == 0 {
         bits | 1 << 31
     } else {
         !bits
-    };
-    u64::from(!ascending) << 32 | u64::from(id)
+    }
+}
+
+fn from_ascending(key: u32) -> f32 {
+    f32::from_bits(if key >> 31 == 1 {
+        key & !(1 << 31)
+    } else {
+        !key
+    })
+}
+
+/// A key whose ascending order is: larger logits first, lower ids first among equals (0 and −0 are).
+pub(super) fn rank(logit: f32, id: u32) -> u64 {
+    u64::from(!ascending(logit)) << 32 | u64::from(id)
 }
 
 /// The tokens that are left, in ascending order of id. The buffers are reused from row to row.
@@ -217,11 +238,23 @@ impl Survivors {
 
     /// The sum of the weights of all tokens with a logit above `value`.
     fn weight_above(&self, value: f32) -> f32 {
+        let masked = |weight: f32, logit: f32| if logit > value { weight } else { 0.0 };
         if self.is_dense() {
             return math::sum_rows(self.ids.len(), |first, lanes| {
-                let row = self.weights[first..].iter().zip(&self.logits[first..]);
-                for (lane, (weight, logit)) in lanes.iter_mut().zip(row) {
-                    *lane += if *logit > value { *weight } else { 0.0 };
+                let (weights, logits) = (&self.weights[first..], &self.logits[first..]);
+                if let (Some(weights), Some(logits)) = (
+                    weights.first_chunk::<SUM_LANES>(),
+                    logits.first_chunk::<SUM_LANES>(),
+                ) {
+                    // Known lengths let the compiler use vectors.
+                    for lane in 0..SUM_LANES {
+                        lanes[lane] += masked(weights[lane], logits[lane]);
+                    }
+                } else {
+                    for (lane, (weight, logit)) in lanes.iter_mut().zip(weights.iter().zip(logits))
+                    {
+                        *lane += masked(*weight, *logit);
+                    }
                 }
             });
         }
@@ -237,12 +270,11 @@ impl Survivors {
     fn retain(&mut self, mut keep: impl FnMut(f32, f32) -> bool) {
         let mut len = 0;
         for i in 0..self.ids.len() {
-            if keep(self.logits[i], self.weights[i]) {
-                self.ids[len] = self.ids[i];
-                self.logits[len] = self.logits[i];
-                self.weights[len] = self.weights[i];
-                len += 1;
-            }
+            let stays = keep(self.logits[i], self.weights[i]);
+            self.ids[len] = self.ids[i];
+            self.logits[len] = self.logits[i];
+            self.weights[len] = self.weights[i];
+            len += usize::from(stays);
         }
         self.ids.truncate(len);
         self.logits.truncate(len);
@@ -309,28 +341,18 @@ impl Survivors {
                 high = middle;
             }
         }
-        // The cut may lie just outside of the values that the estimate found.
-        let mut cut = match low {
+        // The cut may lie outside of the values that the estimate found, most often not at all.
+        let cut = match low {
             Some(low) if low + 1 < values.len() => values[low],
-            Some(low) => {
-                let mut cut = values[low];
-                while let Some(next) = self.neighbour_below(cut) {
-                    if self.weight_above(next) >= budget {
-                        break;
-                    }
-                    cut = next;
+            Some(low) => match self.neighbour_below(values[low]) {
+                Some(next) if self.weight_above(next) < budget => {
+                    let least = self.logits.iter().copied().fold(next, f32::min);
+                    self.bisect(least, next, budget)
                 }
-                cut
-            }
-            None => {
-                let mut cut = values[0];
-                while cut < self.max && self.weight_above(cut) >= budget {
-                    cut = self.neighbour_above(cut);
-                }
-                cut
-            }
+                _ => values[low],
+            },
+            None => self.bisect(values[0], self.max, budget),
         };
-        cut = cut.min(self.max);
         values.clear();
         self.values = values;
         cut
@@ -349,7 +371,7 @@ impl Survivors {
         if self.ids.len() <= SORTED_WHOLE {
             order.extend(indices.map(key));
         } else {
-            let bin = |i: usize| ((-self.scaled(i) * BINS_PER_UNIT) as usize).min(BINS - 1);
+            let bin = |i: usize| bin(-self.scaled(i));
             let mut bins = [0.0_f64; BINS];
             let mut used = [false; BINS];
             for i in indices.clone() {
@@ -390,12 +412,19 @@ impl Survivors {
             .reduce(f32::max)
     }
 
-    fn neighbour_above(&self, value: f32) -> f32 {
-        self.logits
-            .iter()
-            .copied()
-            .filter(|&x| x > value)
-            .fold(self.max, f32::min)
+    /// The smallest x in `low..=high` with `weight_above(x) < budget`, given that it holds for `high` or
+    /// for nothing. That is a logit, or `low`: the weight above x changes at logits only.
+    fn bisect(&self, low: f32, high: f32, budget: f32) -> f32 {
+        let (mut low, mut high) = (ascending(low), ascending(high));
+        while low < high {
+            let middle = low + (high - low) / 2;
+            if self.weight_above(from_ascending(middle)) < budget {
+                high = middle;
+            } else {
+                low = middle + 1;
+            }
+        }
+        from_ascending(high)
     }
 
     /// Keeps tokens with at least `min_p` times the largest probability. Needs the weights.
@@ -422,6 +451,7 @@ impl Survivors {
 
 #[cfg(test)]
 mod tests {
+    use super::math::EXP_CUTOFF;
     use super::*;
 
     /// Logits with many ties, far apart values and a few −∞, from a small generator.
