@@ -41,7 +41,11 @@ impl Shapes {
         let tools = [ToolShape::Wrapped, ToolShape::Flat]
             .into_iter()
             .find(|shape| {
-                let prompt = probe(template, Some(*shape), &[json!({"role": "user", "content": "Hi"})]);
+                let prompt = probe(
+                    template,
+                    Some(*shape),
+                    &[json!({"role": "user", "content": "Hi"})],
+                );
                 prompt.contains(NAME) && prompt.contains(ABOUT)
             });
         let arguments = json!({KEY: "value"});

@@ -7,7 +7,8 @@ use serde_json::{Map, Value};
 use super::{ChatMessage, ChatRequest, ChatTemplate};
 use crate::{Error, Result};
 
-static QWEN3: LazyLock<ChatTemplate> = LazyLock::new(|| compiled(include_str!("builtin/qwen3.jinja")));
+static QWEN3: LazyLock<ChatTemplate> =
+    LazyLock::new(|| compiled(include_str!("builtin/qwen3.jinja")));
 static APERTUS: LazyLock<ChatTemplate> =
     LazyLock::new(|| compiled(include_str!("builtin/apertus.jinja")));
 

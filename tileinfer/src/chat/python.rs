@@ -60,7 +60,11 @@ impl std::error::Error for Refusal {}
 
 fn raise_exception(message: &Value) -> Result<Value, Error> {
     let refusal = Refusal(message.to_string());
-    Err(Error::new(ErrorKind::InvalidOperation, "the template raised an exception").with_source(refusal))
+    Err(Error::new(
+        ErrorKind::InvalidOperation,
+        "the template raised an exception",
+    )
+    .with_source(refusal))
 }
 
 /// None is not iterable, what is undefined is.
@@ -111,12 +115,8 @@ fn string_method(text: &str, name: &str, args: &[Value]) -> Option<Result<Value,
         "strip" if plain => Ok(text.trim_matches(is_blank).into()),
         "lstrip" if plain => Ok(text.trim_start_matches(is_blank).into()),
         "rstrip" if plain => Ok(text.trim_end_matches(is_blank).into()),
-        "removeprefix" => {
-            argument().map(|prefix| text.strip_prefix(prefix).unwrap_or(text).into())
-        }
-        "removesuffix" => {
-            argument().map(|suffix| text.strip_suffix(suffix).unwrap_or(text).into())
-        }
+        "removeprefix" => argument().map(|prefix| text.strip_prefix(prefix).unwrap_or(text).into()),
+        "removesuffix" => argument().map(|suffix| text.strip_suffix(suffix).unwrap_or(text).into()),
         "partition" => {
             argument().map(|separator| parts(text.split_once(separator), separator, [text, "", ""]))
         }
@@ -236,7 +236,9 @@ impl Json {
         }
         match value.kind() {
             ValueKind::None => self.text.push_str("null"),
-            ValueKind::Bool => self.text.push_str(if value.is_true() { "true" } else { "false" }),
+            ValueKind::Bool => self
+                .text
+                .push_str(if value.is_true() { "true" } else { "false" }),
             ValueKind::Number if value.is_integer() => self.text.push_str(&value.to_string()),
             ValueKind::Number => self.text.push_str(&float(f64::try_from(value.clone())?)),
             ValueKind::String => self.string(value.as_str().unwrap_or_default()),
@@ -343,7 +345,12 @@ fn float(number: f64) -> String {
         return "NaN".to_owned();
     }
     if number.is_infinite() {
-        return if number > 0.0 { "Infinity" } else { "-Infinity" }.to_owned();
+        return if number > 0.0 {
+            "Infinity"
+        } else {
+            "-Infinity"
+        }
+        .to_owned();
     }
     let scientific = format!("{number:e}");
     let (digits, exponent) = scientific.split_once('e').unwrap_or((&scientific, "0"));
@@ -394,7 +401,10 @@ mod tests {
             ("%I:%M %p %a %A %j", "09:06 AM Tue Tuesday 063"),
             ("%c|%x|%X", "Tue Mar  4 09:06:53 2025|03/04/25|09:06:53"),
             ("100%% %Z%z|%f", "100% |000000"),
-            ("%D %F %T %y %e %u %w", "03/04/25 2025-03-04 09:06:53 25  4 2 2"),
+            (
+                "%D %F %T %y %e %u %w",
+                "03/04/25 2025-03-04 09:06:53 25  4 2 2",
+            ),
             ("Größe %Q % %", "Größe %Q % %"),
         ] {
             assert_eq!(strftime(now, format), text, "{format}");

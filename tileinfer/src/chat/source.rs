@@ -111,7 +111,10 @@ fn special_tokens(dir: &Path, config: Option<&Value>) -> Result<Map<String, Valu
         _ => read_json(&dir.join("special_tokens_map.json"))?,
     };
     let mut found = Map::new();
-    for object in [tokens.as_ref(), config, map.as_ref()].into_iter().flatten() {
+    for object in [tokens.as_ref(), config, map.as_ref()]
+        .into_iter()
+        .flatten()
+    {
         for name in SPECIAL_TOKENS {
             let value = &object[name];
             let spelling = value.as_str().or_else(|| value["content"].as_str());
@@ -132,7 +135,10 @@ fn template_files(dir: &Path) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     for entry in entries {
         let path = entry.map_err(|error| Error::io(dir, error))?.path();
-        if path.extension().is_some_and(|extension| extension == "jinja") {
+        if path
+            .extension()
+            .is_some_and(|extension| extension == "jinja")
+        {
             files.push(path);
         }
     }

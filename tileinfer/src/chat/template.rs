@@ -80,7 +80,9 @@ impl ChatTemplate {
         let templates = BTreeMap::from([("default".to_owned(), source.to_owned())]);
         let template = Self::new(PathBuf::from("chat template"), templates, special_tokens);
         match template.compiled("default")?.syntax_error.as_deref() {
-            Some(error) => Err(Error::usage(format!("the chat template has a mistake: {error}"))),
+            Some(error) => Err(Error::usage(format!(
+                "the chat template has a mistake: {error}"
+            ))),
             None => Ok(template),
         }
     }
@@ -204,7 +206,10 @@ impl ChatTemplate {
             ("messages", minijinja::Value::from(Serde(messages))),
             ("tools", minijinja::Value::from(Serde(tools))),
             ("documents", minijinja::Value::from(Serde(documents))),
-            ("add_generation_prompt", request.add_generation_prompt.into()),
+            (
+                "add_generation_prompt",
+                request.add_generation_prompt.into(),
+            ),
         ];
         // Later ones win: no variable can take the place of the conversation.
         let context: minijinja::Value = [("strftime_now", clock)]
@@ -218,8 +223,11 @@ impl ChatTemplate {
         template
             .and_then(|template| template.render_captured_to(context, &mut output).map(drop))
             .map_err(|error| self.explained(&error))?;
-        String::from_utf8(output.0)
-            .map_err(|error| Error::Bug(format!("a chat template printed what is not UTF-8: {error}")))
+        String::from_utf8(output.0).map_err(|error| {
+            Error::Bug(format!(
+                "a chat template printed what is not UTF-8: {error}"
+            ))
+        })
     }
 
     /// Whose problem a template's error is.
@@ -227,14 +235,18 @@ impl ChatTemplate {
         let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error);
         while let Some(inner) = cause {
             if let Some(Refusal(reason)) = inner.downcast_ref() {
-                return Error::usage(format!("the chat template refuses this conversation: {reason}"));
+                return Error::usage(format!(
+                    "the chat template refuses this conversation: {reason}"
+                ));
             }
             cause = inner.source();
         }
         match error.kind() {
             ErrorKind::OutOfFuel | ErrorKind::WriteFailure => Error::bad_model(
                 &self.0.path,
-                format!("the chat template asks for more work or text than a prompt can need: {error}"),
+                format!(
+                    "the chat template asks for more work or text than a prompt can need: {error}"
+                ),
             ),
             _ => Error::usage(format!(
                 "the chat template cannot print this conversation: {error}"
@@ -262,7 +274,9 @@ fn normalized(request: &ChatRequest) -> Result<Vec<Value>> {
             };
             let mut message = message.clone();
             message.retain(|_, value| !value.is_null());
-            let reasoning = REASONING_FIELDS.iter().find_map(|&field| message.get(field));
+            let reasoning = REASONING_FIELDS
+                .iter()
+                .find_map(|&field| message.get(field));
             if let Some(reasoning) = reasoning.cloned() {
                 if !message.contains_key("thinking") {
                     message.shift_insert(0, "thinking".to_owned(), reasoning.clone());
@@ -288,9 +302,11 @@ fn mark_end(messages: &mut [Value], field: &str, source: &str) -> Result<String>
     // Reasoning stands under several names, and the template reads one of them.
     let is_reasoning = REASONING_FIELDS.contains(&field);
     let fields: Vec<&str> = std::iter::once(field)
-        .chain(REASONING_FIELDS.into_iter().filter(|&name| {
-            is_reasoning && name != field && last.get(name) == Some(content)
-        }))
+        .chain(
+            REASONING_FIELDS
+                .into_iter()
+                .filter(|&name| is_reasoning && name != field && last.get(name) == Some(content)),
+        )
         .collect();
     if !fields.iter().any(|&field| source.contains(field)) {
         return Err(refuse("is not read by the chat template"));
@@ -310,7 +326,10 @@ fn end_of_text(content: &mut Value) -> Option<&mut String> {
     match content {
         Value::String(text) => Some(text),
         Value::Array(parts) => {
-            let last = parts.iter_mut().rev().find_map(|part| part.get_mut("text"))?;
+            let last = parts
+                .iter_mut()
+                .rev()
+                .find_map(|part| part.get_mut("text"))?;
             match last {
                 Value::String(text) => Some(text),
                 _ => None,
@@ -392,9 +411,18 @@ mod tests {
     #[test]
     fn generation_tags_become_scopes() {
         for (source, result) in [
-            ("a{% generation %}b{% endgeneration %}c", "a{% with %}b{% endwith %}c"),
-            ("{%- generation -%}\n{%+endgeneration-%}", "{%- with -%}\n{%+endwith-%}"),
-            ("{% if generation %}{{ generation }}{% endif %}", "{% if generation %}{{ generation }}{% endif %}"),
+            (
+                "a{% generation %}b{% endgeneration %}c",
+                "a{% with %}b{% endwith %}c",
+            ),
+            (
+                "{%- generation -%}\n{%+endgeneration-%}",
+                "{%- with -%}\n{%+endwith-%}",
+            ),
+            (
+                "{% if generation %}{{ generation }}{% endif %}",
+                "{% if generation %}{{ generation }}{% endif %}",
+            ),
             ("{% generation", "{% generation"),
             ("", ""),
         ] {

@@ -74,7 +74,11 @@ impl StopStrings {
         let from = text.len().saturating_sub(longest.saturating_sub(1));
         (from..text.len())
             .filter(|&start| text.is_char_boundary(start))
-            .find(|&start| self.stops.iter().any(|stop| stop.starts_with(&text[start..])))
+            .find(|&start| {
+                self.stops
+                    .iter()
+                    .any(|stop| stop.starts_with(&text[start..]))
+            })
             .unwrap_or(text.len())
     }
 
