@@ -1110,7 +1110,7 @@ proptest! {
         let mut all = Vec::new();
         paths(&value, "", &mut all);
         for (index, change) in changes {
-            if let Some(field) = value.pointer_mut(index.get(&all)) {
+            if let Some(field) = value.pointer_mut(&all[index.index(all.len())]) {
                 *field = change;
             }
         }
