@@ -522,16 +522,16 @@ fn the_head_in_the_file_counts() {
     assert_eq!(all_f32(&both.embed), all_f32(&original.embed));
     // No head and not tied.
     let dir = changed("llama-linear", |tensors| {
-        tensors.retain(|t| t.name != "lm_head.weight")
+        tensors.retain(|t| t.name != "lm_head.weight");
     });
     let message = refusal(load(dir.path(), ComputeType::Bf16));
     assert!(message.contains("lm_head.weight is missing"), "{message}");
     // Tied, but the head should have fewer rows than the embedding.
     let dir = changed("apertus1p5", |tensors| {
-        tensors.retain(|t| t.name != "lm_head.weight")
+        tensors.retain(|t| t.name != "lm_head.weight");
     });
     edit_config(dir.path(), |config| {
-        config["text_config"]["tie_word_embeddings"] = json!(true)
+        config["text_config"]["tie_word_embeddings"] = json!(true);
     });
     let message = refusal(load(dir.path(), ComputeType::Bf16));
     assert!(message.contains("output_vocab_size is 620"), "{message}");
@@ -618,7 +618,7 @@ fn all_that_does_not_fit_is_told_at_once() {
 fn quantized_weights_are_refused_by_name() {
     let dir = changed("qwen3", |_| ());
     edit_config(dir.path(), |config| {
-        config["quantization_config"] = json!({"quant_method": "gptq"})
+        config["quantization_config"] = json!({"quant_method": "gptq"});
     });
     let message = refusal(load(dir.path(), ComputeType::Bf16));
     assert!(
