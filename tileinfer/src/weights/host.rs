@@ -58,11 +58,14 @@ pub struct HostLayer {
 /// Parameters of xIELU (arXiv 2411.13010) as they are used: `alpha_p * x² + beta * x` above zero, else
 /// `(expm1(min(x, eps)) - x) * alpha_n + beta * x`. Files hold other numbers, see [`Xielu::from_raw`].
 #[derive(Debug, Clone, Copy, PartialEq)]
-#[allow(missing_docs)]
 pub struct Xielu {
+    /// Curvature above zero, after softplus.
     pub alpha_p: f32,
+    /// Weight of the exponential below zero, after softplus and with `beta` added.
     pub alpha_n: f32,
+    /// Slope at zero.
     pub beta: f32,
+    /// Just below zero: where the exponential stops following x.
     pub eps: f32,
 }
 

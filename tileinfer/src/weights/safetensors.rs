@@ -17,7 +17,7 @@ const HEADER_LIMIT: u64 = 100_000_000;
 /// Element type of a tensor in a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
-#[allow(missing_docs)]
+#[expect(missing_docs, reason = "the names say it all")]
 pub enum Dtype {
     Bool,
     U8,
