@@ -335,8 +335,8 @@ fn generate<const N: usize>(n: usize, next: impl Fn(usize) -> [u16; N] + Sync) -
     let work = || {
         loop {
             // Taken apart from the filling, so that the lock is not held meanwhile.
-            let next = chunks.lock().expect("no thread panics holding it").next();
-            match next {
+            let taken = chunks.lock().expect("no thread panics holding it").next();
+            match taken {
                 Some(chunk) => fill(chunk),
                 None => break,
             }
