@@ -105,14 +105,20 @@ fn fixture(fixtures: &Checkpoint, name: &str) -> Vec<f32> {
 
 /// Holds a backend against the golden model `name` under `golden` (a folder with `models` and `expected`):
 /// f32 logits and hidden states within `tolerance`, greedy answers equal, and bf16 about as near to f32 as
-/// transformers' own bf16.
-pub fn golden_model<B: Backend>(make: &dyn Fn(ComputeType) -> B, golden: &Path, name: &str, tolerance: f32) {
+/// transformers' own bf16. Returns a line of a table, and panics at the first f32 number that is wrong.
+pub fn golden_model<B: Backend>(
+    make: &dyn Fn(ComputeType) -> B,
+    golden: &Path,
+    name: &str,
+    tolerance: f32,
+) -> GoldenReport {
     let dir = golden.join("models").join(name);
     let text = std::fs::read_to_string(golden.join(format!("expected/{name}.json"))).unwrap();
     let expected: Expected = serde_json::from_str(&text).unwrap();
     let fixtures = Checkpoint::open_file(golden.join(format!("expected/{name}.safetensors"))).unwrap();
     let layers = ModelConfig::from_dir(&dir).unwrap().layers.len();
 
+    let mut report = GoldenReport { name: name.to_owned(), rms: 0.0, rms_limit: 0.0, same: 0.0, same_limit: 0.0 };
     for kind in [ComputeType::F32, ComputeType::Bf16] {
         let options = RunnerOptions { taps: (0..=layers).collect(), ..RunnerOptions::for_length(320) };
         let mut steps = StepLoop::new(Box::new(load(make(kind), &dir, &options)));
@@ -138,19 +144,54 @@ pub fn golden_model<B: Backend>(make: &dyn Fn(ComputeType) -> B, golden: &Path, 
                     assert_eq!(answer, case.greedy_ids, "{what}: greedy answer");
                 }
                 ComputeType::Bf16 if case.case == "short" => {
-                    let (rms, same) = difference(logits, &exact, width);
-                    let noise = &expected.noise;
-                    assert!(
-                        rms <= 1.5 * noise.rms_f32_minus_bf16 && same >= noise.top1_same_fraction - 0.03,
-                        "{what}: {rms} from the f32 logits where transformers is {}, {same} of best tokens equal where {}",
-                        noise.rms_f32_minus_bf16,
-                        noise.top1_same_fraction
-                    );
+                    (report.rms, report.same) = difference(logits, &exact, width);
+                    report.rms_limit = 1.5 * expected.noise.rms_f32_minus_bf16;
+                    report.same_limit = expected.noise.top1_same_fraction - 0.03;
                 }
                 ComputeType::Bf16 => {}
             }
         }
     }
+    report
+}
+
+/// How far a backend's bf16 is from f32 on one golden model, and how far it may be.
+#[derive(Debug, Clone)]
+pub struct GoldenReport {
+    /// The model.
+    pub name: String,
+    /// Root mean square difference of bf16 logits from transformers' f32 ones.
+    pub rms: f64,
+    /// One and a half times what transformers' own bf16 has.
+    pub rms_limit: f64,
+    /// Fraction of positions whose best token is the same.
+    pub same: f64,
+    /// What transformers' own bf16 has, less 0.03.
+    pub same_limit: f64,
+}
+
+impl GoldenReport {
+    /// Whether bf16 is as near as it has to be.
+    pub fn passes(&self) -> bool {
+        self.rms <= self.rms_limit && self.same >= self.same_limit
+    }
+}
+
+impl std::fmt::Display for GoldenReport {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let GoldenReport { name, rms, rms_limit, same, same_limit } = self;
+        let verdict = if self.passes() { "ok" } else { "FAILED" };
+        write!(f, "{name:16} rms {rms:.5} of {rms_limit:.5}  same {same:.3} of {same_limit:.3}  {verdict}")
+    }
+}
+
+/// [`golden_model`] for all of them; prints the table and panics if any fails.
+pub fn golden_models<B: Backend>(make: &dyn Fn(ComputeType) -> B, golden: &Path, tolerance: f32) {
+    let reports: Vec<_> = GOLDEN_MODELS.iter().map(|name| golden_model(make, golden, name, tolerance)).collect();
+    for report in &reports {
+        println!("{report}");
+    }
+    assert!(reports.iter().all(GoldenReport::passes), "bf16 is too far from f32, see the table");
 }
 
 /// `taps` holds all states of a row side by side, `expected` all rows of a state one after the other, the
