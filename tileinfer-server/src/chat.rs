@@ -324,13 +324,13 @@ impl Telling {
         })
     }
 
-    fn chunk(&mut self, index: usize, delta: Value, finish: Option<&str>) -> Value {
+    fn chunk(&mut self, index: usize, delta: &Value, finish: Option<&str>) -> Value {
         let told = std::mem::take(&mut self.choices[index].logprobs);
         let logprobs = if told.is_empty() { Value::Null } else { json!({"content": told, "refusal": null}) };
-        self.envelope(json!([{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}]))
+        self.envelope(&json!([{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}]))
     }
 
-    fn envelope(&self, choices: Value) -> Value {
+    fn envelope(&self, choices: &Value) -> Value {
         let mut chunk = json!({
             "id": self.id,
             "object": "chat.completion.chunk",
@@ -348,7 +348,7 @@ impl Telling {
 impl Chunks for Telling {
     fn event(&mut self, index: usize, event: Event) -> ApiResult<Vec<Value>> {
         if let Event::Started { .. } = event {
-            return Ok(vec![self.chunk(index, json!({"role": "assistant", "content": ""}), None)]);
+            return Ok(vec![self.chunk(index, &json!({"role": "assistant", "content": ""}), None)]);
         }
         let (pieces, finish) = self.read(index, event)?;
         let mut chunks = Vec::with_capacity(pieces.len() + 1);
@@ -364,17 +364,17 @@ impl Chunks for Telling {
                     json!({"tool_calls": [call]})
                 }
             };
-            chunks.push(self.chunk(index, delta, None));
+            chunks.push(self.chunk(index, &delta, None));
         }
         if finish.is_some() {
-            chunks.push(self.chunk(index, json!({}), finish));
+            chunks.push(self.chunk(index, &json!({}), finish));
         }
         Ok(chunks)
     }
 
     fn usage(&self, usage: &Usage) -> Option<Value> {
         self.include_usage.then(|| {
-            let mut chunk = self.envelope(json!([]));
+            let mut chunk = self.envelope(&json!([]));
             chunk["usage"] = usage.body();
             chunk
         })

@@ -165,7 +165,7 @@ impl Telling {
         json!({"index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.finish})
     }
 
-    fn envelope(&self, choices: Value) -> Value {
+    fn envelope(&self, choices: &Value) -> Value {
         json!({
             "id": self.id,
             "object": "text_completion",
@@ -177,7 +177,7 @@ impl Telling {
 
     fn whole(mut self, usage: &Usage) -> Value {
         let choices = (0..self.choices.len()).map(|index| self.told(index)).collect();
-        let mut whole = self.envelope(choices);
+        let mut whole = self.envelope(&choices);
         whole["usage"] = usage.body();
         whole
     }
@@ -191,7 +191,7 @@ impl Chunks for Telling {
             return Ok(Vec::new());
         }
         let told = self.told(index);
-        let mut chunk = self.envelope(json!([told]));
+        let mut chunk = self.envelope(&json!([told]));
         if self.include_usage {
             chunk["usage"] = Value::Null;
         }
@@ -200,7 +200,7 @@ impl Chunks for Telling {
 
     fn usage(&self, usage: &Usage) -> Option<Value> {
         self.include_usage.then(|| {
-            let mut chunk = self.envelope(json!([]));
+            let mut chunk = self.envelope(&json!([]));
             chunk["usage"] = usage.body();
             chunk
         })
