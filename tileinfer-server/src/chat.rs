@@ -101,7 +101,8 @@ impl Prepared {
             // Who asks for a form wants it at once.
             request.variables.insert("enable_thinking".to_owned(), false.into());
         }
-        let text = template.render(&template.accommodate(request)?).map_err(|error| ApiError::from(error).about("messages"))?;
+        let text = template.accommodate(request).and_then(|request| template.render(&request));
+        let text = text.map_err(|error| ApiError::from(error).about("messages"))?;
         let in_reasoning = loaded.style.think.is_some_and(|marks| text.trim_end().ends_with(marks.open));
         let prompt = model.tokenizer.encode(&text, false)?;
         let reasoning = match loaded.style.think.filter(|_| form.is_some()) {

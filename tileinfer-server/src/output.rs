@@ -161,6 +161,8 @@ impl OutputParser {
                 let open = self.style.tools.marks().open;
                 self.calls_or_text(&rest, &format!("{open}{rest}"), &mut pieces);
             }
+            // Blanks after reasoning or a call are nothing, as before an answer.
+            At::BeforeContent if rest.trim().is_empty() && (self.style.think.is_some() || self.calls > 0) => {}
             _ => show(&mut pieces, &rest, Piece::Content),
         }
         pieces
