@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use super::{Batch, Input, Runner, RunnerLimits, SpanOutput, StepOutput, Ticket, Want};
-use crate::backend::{Backend, Mask};
+use crate::backend::{Backend, Mask, StepLayout};
 use crate::kv::{KvElement, KvLayout, PAGE_SIZE};
 use crate::model::{DecoderLM, Workspace, forward};
 use crate::sampling::RowSampler;
@@ -106,6 +106,29 @@ impl<B: Backend> ModelRunner<B> {
         self.backend.read_slot(&self.pages[layer], page, head, offset)
     }
 
+    /// Everything between a batch's layout and its samples.
+    fn run(&mut self, batch: &Batch, layout: &StepLayout) -> Result<()> {
+        let ws = &mut self.workspace;
+        ws.begin(&self.backend, &self.model, layout, Some(&self.earlier))?;
+        for (span, rows) in batch.spans.iter().zip(&layout.span_rows) {
+            if let Input::Embeddings(values) = &span.input {
+                self.backend.upload(&mut ws.stream, *rows as usize, values)?;
+            }
+        }
+        forward(&self.backend, &self.model, &mut self.pages, ws)?;
+
+        let mut samplers: Vec<Option<RowSampler>> = Vec::with_capacity(layout.wanted.len());
+        for span in &batch.spans {
+            let wanted = span.want.rows.count(span.input.rows(self.limits.hidden));
+            let mut given = span.want.sample.iter().cloned();
+            samplers.extend((0..wanted).map(|_| given.next()));
+        }
+        if samplers.iter().any(Option::is_some) {
+            self.backend.sample(&mut ws.step, &ws.logits, &samplers)?;
+        }
+        Ok(())
+    }
+
     /// Copies what was wanted besides samples out of the workspace, before another step overwrites it.
     fn collect(&self, batch: &Batch) -> Result<StepOutput> {
         let wants = |f: fn(&Want) -> bool| batch.spans.iter().any(|span| f(&span.want));
@@ -153,26 +176,12 @@ impl<B: Backend> Runner for ModelRunner<B> {
             self.backend.copy_pages(pages, &batch.copies)?;
         }
         std::mem::swap(&mut self.workspace.step, &mut self.earlier);
-        let ws = &mut self.workspace;
-        ws.begin(&self.backend, &self.model, &layout, Some(&self.earlier))?;
-        for (span, rows) in batch.spans.iter().zip(&layout.span_rows) {
-            if let Input::Embeddings(values) = &span.input {
-                self.backend.upload(&mut ws.stream, *rows as usize, values)?;
-            }
-        }
-        forward(&self.backend, &self.model, &mut self.pages, ws)?;
-
-        let mut samplers: Vec<Option<RowSampler>> = Vec::with_capacity(layout.wanted.len());
-        for span in &batch.spans {
-            let wanted = span.want.rows.count(span.input.rows(self.limits.hidden));
-            let mut given = span.want.sample.iter().cloned();
-            samplers.extend((0..wanted).map(|_| given.next()));
-        }
-        if samplers.iter().any(Option::is_some) {
-            self.backend.sample(&mut ws.step, &ws.logits, &samplers)?;
-        }
+        let output = self.run(batch, &layout).and_then(|()| self.collect(batch));
+        let output = output.inspect_err(|_| {
+            // The samples of the step before, which may not have been read, stay where they are looked for.
+            std::mem::swap(&mut self.workspace.step, &mut self.earlier);
+        })?;
         self.launched += 1;
-        let output = self.collect(batch)?;
         let samples = batch.spans.iter().map(|span| span.want.sample.len()).collect();
         self.flight.push_back(Flight { ticket: self.launched, output, samples });
         Ok(Ticket(self.launched))
