@@ -449,6 +449,8 @@ fn expressions_print_as_in_python() {
         "{{ raise_exception('no') }}",
         "{{ f() }}",
         "{{ d | tojson(other=1) }}",
+        "{{ x | int }}",
+        "{{ x | float }}",
     ] {
         assert_eq!(
             rendered(source, data.clone()).unwrap_err().kind(),

@@ -116,8 +116,9 @@ fn printed(value: &Value) -> Result<String, Error> {
     Ok(text.0)
 }
 
-/// A number from text or a number, 0 or `default` if there is none; never an error.
-fn int(value: &Value, default: Option<Value>, base: Option<u32>) -> Value {
+/// A number from text or a number, 0 or `default` if there is none; an error only if it is undefined.
+fn int(value: &Value, default: Option<Value>, base: Option<u32>) -> Result<Value, Error> {
+    defined(value)?;
     let base = base.filter(|base| (2..=36).contains(base)).unwrap_or(10);
     let whole = match value.as_str() {
         Some(text) => i128::from_str_radix(&number_text(text), base).ok(),
@@ -130,15 +131,27 @@ fn int(value: &Value, default: Option<Value>, base: Option<u32>) -> Value {
             .filter(|number| number.is_finite())
             .map(|number| number as i128)
     };
-    match whole.or_else(cut) {
+    Ok(match whole.or_else(cut) {
         // Numbers that fit are kept small, so that they compare and print like others.
         Some(number) => i64::try_from(number).map_or_else(|_| number.into(), Value::from),
         None => default.unwrap_or_else(|| 0.into()),
-    }
+    })
 }
 
-fn to_float(value: &Value, default: Option<Value>) -> Value {
-    as_float(value).map_or_else(|| default.unwrap_or_else(|| 0.0.into()), Value::from)
+fn to_float(value: &Value, default: Option<Value>) -> Result<Value, Error> {
+    defined(value)?;
+    let number = as_float(value).map(Value::from);
+    Ok(number.or(default).unwrap_or_else(|| 0.0.into()))
+}
+
+fn defined(value: &Value) -> Result<(), Error> {
+    match value.is_undefined() {
+        true => Err(Error::new(
+            ErrorKind::UndefinedError,
+            "there is no value to make a number of",
+        )),
+        false => Ok(()),
+    }
 }
 
 fn as_float(value: &Value) -> Option<f64> {
@@ -241,6 +254,10 @@ pub(super) fn strftime(now: DateTime, format: &str) -> String {
 }
 
 /// `json.dumps(value, ensure_ascii=False)` and the other keywords that transformers' filter takes.
+#[expect(
+    clippy::needless_pass_by_value,
+    reason = "the engine hands keyword arguments over by value"
+)]
 fn tojson(
     value: &Value,
     ensure_ascii: Option<Value>,
@@ -254,13 +271,11 @@ fn tojson(
     let is_true = |value: Option<Value>| value.is_some_and(|value| value.is_true());
     let ensure_ascii = is_true(keyword(ensure_ascii, "ensure_ascii")?);
     let sort_keys = is_true(keyword(None, "sort_keys")?);
-    let indent = match keyword(indent, "indent")?.filter(|indent| !indent.is_none()) {
-        None => None,
-        Some(indent) => Some(match indent.as_str() {
-            Some(text) => text.to_owned(),
-            None => " ".repeat(usize::try_from(indent).unwrap_or(0).min(64)),
-        }),
-    };
+    let indent = keyword(indent, "indent")?.filter(|indent| !indent.is_none());
+    let indent = indent.map(|indent| match indent.as_str() {
+        Some(text) => text.to_owned(),
+        None => " ".repeat(usize::try_from(indent).unwrap_or(0).min(64)),
+    });
     let separators = keyword(None, "separators")?.filter(|separators| !separators.is_none());
     kwargs.assert_all_used()?;
     let separators = match separators {
