@@ -221,12 +221,13 @@ impl ChatTemplate {
             ),
         ];
         // Later ones win: no variable can take the place of the conversation.
-        let context: minijinja::Value = [("strftime_now", clock)]
-            .into_iter()
-            .chain(json_pairs(&self.0.special_tokens))
-            .chain(json_pairs(&request.variables))
-            .chain(fixed)
-            .collect();
+        let context = minijinja::Value::from_pairs(
+            [("strftime_now", clock)]
+                .into_iter()
+                .chain(json_pairs(&self.0.special_tokens))
+                .chain(json_pairs(&request.variables))
+                .chain(fixed),
+        );
         let mut output = Limited(Vec::new());
         let template = self.0.environment.get_template(name);
         template
