@@ -1,34 +1,19 @@
-//! shim
-#![allow(missing_docs)]
-use tileinfer::backend::*;
-pub struct CpuBackend;
-impl CpuBackend {
-    pub fn new(c: ComputeType, _t: usize) -> ReferenceBackend {
-        ReferenceBackend::new(c)
-    }
-}
-#[derive(Clone, Copy)]
-pub struct Level;
-impl Level {
-    pub fn best() -> Self {
-        Level
-    }
-}
-pub struct Pool;
-impl Pool {
-    pub fn new(_t: usize) -> Self {
-        Pool
-    }
-}
-pub mod ceiling {
-    use super::*;
-    pub fn read_bandwidth(_l: Level, _p: &Pool, _b: usize, _n: usize) -> f64 {
-        1e10
-    }
-    pub fn copy_bandwidth(_p: &Pool, _b: usize, _n: usize) -> f64 {
-        1e10
-    }
-    pub fn multiply_add_rate(_l: Level, _p: &Pool, _n: usize) -> f64 {
-        1e11
-    }
-}
+//! The CPU backend of tileinfer: fast, and the same bits whatever the batch, the tile or the thread.
+//!
+//! Read in this order: `simd` (the instruction sets), `pool` (threads), `linear`, `attention`, `elementwise`.
+//! Every kernel is written once over the vocabulary of `simd`; each output element is computed in an order
+//! that depends on shapes alone. What this crate decided not to know: models.
+
+pub mod ceiling;
+pub mod linear;
+pub mod pool;
+mod rounding;
+mod shared;
+pub mod simd;
+mod vector;
+
+pub use pool::Pool;
+pub use rounding::Rounding;
+pub use simd::Level;
+
+pub(crate) use shared::SharedMut;
