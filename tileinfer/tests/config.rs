@@ -640,6 +640,36 @@ fn class_defaults() {
 }
 
 #[test]
+fn wrappers_have_a_say_where_the_text_is_silent() {
+    let tied = |outer: Value, text: Value| {
+        let mut config = json!({"model_type": "mistral3", "text_config": least("mistral")});
+        config["tie_word_embeddings"] = outer;
+        config["text_config"]["tie_word_embeddings"] = text;
+        config["eos_token_id"] = json!(2);
+        config["text_config"]["eos_token_id"] = json!([3, 4]);
+        let config = parse(&config).unwrap();
+        assert_eq!(config.eos_token_ids, [3, 4, 2]);
+        config.tie_word_embeddings
+    };
+    assert!(tied(Value::Null, Value::Null));
+    assert!(!tied(json!(false), Value::Null));
+    assert!(!tied(json!(true), json!(false)));
+    // Without model_type in text_config it is Mistral's, or Apertus 1.5's.
+    for (wrapper, family) in [
+        ("mistral3", Family::Mistral),
+        ("apertus1p5", Family::Apertus),
+    ] {
+        let mut text = least("");
+        text.as_object_mut().unwrap().remove("model_type");
+        let config = parse(&json!({"model_type": wrapper, "text_config": text})).unwrap();
+        assert_eq!(
+            (config.family, config.model_type.as_str()),
+            (family, wrapper)
+        );
+    }
+}
+
+#[test]
 fn null_is_not_always_absent() {
     let of = |value| parse(&value).unwrap();
     assert_eq!(

@@ -9,10 +9,11 @@
 //!
 //! # Element types and rounding
 //! A [`ComputeType`] is chosen when a backend is made. With [`ComputeType::Bf16`] the values of
-//! [`Element::Model`] tensors are bfloat16 numbers (a CPU may keep them in f32 words), rounded to nearest
-//! even at these points and nowhere between: after embed, each norm, each linear (bias included), RoPE,
-//! attention, the activation and the residual add. Sums, softmax, norms and logits are f32 inside. Keys
-//! and values are stored as rounded. With [`ComputeType::F32`] nothing is rounded, the cache included.
+//! [`Element::Model`] tensors are bfloat16 numbers (a CPU may keep them in f32 words): each op rounds what it
+//! writes there once, to nearest even, and nothing in between. So values are rounded after each norm, each
+//! linear (bias included), RoPE, attention and the activation. The residual stream and what is added to it
+//! are [`Element::F32`] tensors and are never rounded; so are logits. Sums, softmax and norms are f32 inside.
+//! Keys and values are stored as rounded. With [`ComputeType::F32`] nothing is rounded, the cache included.
 //!
 //! # The plain and the fused forms
 //! [`Backend::qk_norm_rope_store`], [`Backend::add_rms_norm`] and [`Backend::linear_activation`] come with
@@ -248,7 +249,7 @@ pub trait Backend: Send + Sized + 'static {
     /// `out[r] = x[r] / sqrt(mean(x[r]²) + eps) * weight`, computed in f32 and rounded once (arXiv:1910.07467).
     fn rms_norm(&self, out: &mut Self::Tensor, x: &Self::Tensor, weight: &Self::Tensor, eps: f32) -> Result<()>;
 
-    /// `x[r] += delta[r]`, rounded.
+    /// `x[r] += delta[r]`.
     fn add(&self, x: &mut Self::Tensor, delta: &Self::Tensor) -> Result<()>;
 
     /// `out[r] = weight x[r] + bias`: `[rows, weight rows]` from `[rows, weight columns]`. Into a tensor of

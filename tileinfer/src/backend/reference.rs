@@ -201,9 +201,10 @@ impl Backend for ReferenceBackend {
 
     fn add(&self, x: &mut ReferenceTensor, delta: &ReferenceTensor) -> Result<()> {
         x.like(delta.rows, delta.width)?;
+        let element = x.element;
         for row in 0..x.rows {
             for (x, &delta) in x.row_mut(row).iter_mut().zip(delta.row(row)) {
-                *x = self.compute.round(*x + delta);
+                *x = self.round(element, f64::from(*x + delta));
             }
         }
         Ok(())

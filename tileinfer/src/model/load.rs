@@ -84,7 +84,7 @@ impl<B: Backend> DecoderLM<B> {
         if options.max_length == 0 {
             return Err(Error::usage("the context size is 0 and should be at least 1"));
         }
-        let weight = |weight: &Weight| backend.load_weight(&weight.to_dtype(compute));
+        let weight = |weight: &Weight| backend.load_weight(weight);
         let vector = |values: &[f32]| backend.load_vector(values);
         let linear = |w: &Weight, bias: &Option<Vec<f32>>| -> Result<Linear<B>> {
             Ok(Linear { weight: weight(w)?, bias: bias.as_deref().map(vector).transpose()? })

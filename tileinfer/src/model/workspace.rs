@@ -8,7 +8,7 @@ use crate::{Error, Result};
 pub struct Workspace<B: Backend> {
     /// Layout of the step, its ids and what is sampled in it.
     pub step: B::Step,
-    /// The residual stream, `[rows, hidden]`.
+    /// The residual stream, f32 `[rows, hidden]`.
     pub stream: B::Tensor,
     /// The stream after the norm before a linear, `[rows, hidden]`.
     pub normed: B::Tensor,
@@ -20,7 +20,7 @@ pub struct Workspace<B: Backend> {
     pub kv_rows: KvRows<B::Tensor>,
     /// Attention's result, `[rows, heads * head_dim]`.
     pub attended: B::Tensor,
-    /// What is added to the stream, `[rows, hidden]`.
+    /// What is added to the stream, f32 `[rows, hidden]`.
     pub delta: B::Tensor,
     /// The MLP before its activation, `[rows, up rows]`.
     pub wide: B::Tensor,
@@ -64,13 +64,13 @@ impl<B: Backend> Workspace<B> {
         let alloc = |width| backend.alloc(Element::Model, max_rows, width);
         Ok(Workspace {
             step: backend.alloc_step(max_rows, max_spans, table_width)?,
-            stream: alloc(hidden)?,
+            stream: backend.alloc(Element::F32, max_rows, hidden)?,
             normed: alloc(hidden)?,
             qkv: alloc(q + 2 * kv)?,
             queries: alloc(q)?,
             kv_rows: KvRows { keys: alloc(kv)?, values: alloc(kv)? },
             attended: alloc(q)?,
-            delta: alloc(hidden)?,
+            delta: backend.alloc(Element::F32, max_rows, hidden)?,
             wide: alloc(layer.wide)?,
             active: alloc(layer.activation.output_width(layer.wide))?,
             taps: alloc(tapped.len() * hidden)?,

@@ -24,12 +24,14 @@ mod logprobs;
 pub mod math;
 mod params;
 pub mod rng;
+mod row;
 
 pub use accept::{Verdict, accept_chain, accept_draft, draw, residual, verify};
 pub use constraints::{TokenCounts, TokenMask};
 pub use defaults::{GenerationDefaults, generation_defaults};
 pub use logprobs::{Logprobs, TokenLogprob};
 pub use params::SamplingParams;
+pub use row::{RowSampler, Sampled};
 pub use rng::{Stream, random_seed};
 
 use self::filters::{Maxima, Survivors};

@@ -131,6 +131,16 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
+    /// Maps one safetensors file of any name.
+    ///
+    /// # Errors
+    /// Those of [`Checkpoint::open`].
+    pub fn open_file(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        let dir = path.parent().unwrap_or(Path::new(""));
+        Self::map(dir, vec![MappedFile::open(path.to_owned())?])
+    }
+
     fn map(dir: &Path, files: Vec<MappedFile>) -> Result<Self> {
         let mut tensors = BTreeMap::new();
         for (index, file) in files.iter().enumerate() {

@@ -11,7 +11,6 @@ use std::collections::HashSet;
 
 /// The weights of a model. H is the hidden size, I the intermediate size, hd the head dimension.
 #[derive(Debug, Clone)]
-#[non_exhaustive]
 pub struct HostModel {
     /// `[vocab_size, H]`.
     pub embed: Weight,
@@ -25,7 +24,6 @@ pub struct HostModel {
 
 /// The weights of one layer.
 #[derive(Debug, Clone)]
-#[non_exhaustive]
 pub struct HostLayer {
     /// Norm before the attention, `[H]`.
     pub attn_norm: Vec<f32>,

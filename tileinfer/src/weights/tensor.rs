@@ -8,7 +8,8 @@ use super::safetensors::{Dtype, shown};
 use crate::{Error, Result};
 use half::{bf16, f16};
 use serde::Serialize;
-use std::sync::Arc;
+use std::mem::MaybeUninit;
+use std::sync::{Arc, Mutex};
 
 /// Element type that a model computes in: of its weights after loading, its activations and its KV cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
@@ -41,7 +42,6 @@ impl ComputeType {
 
 /// The elements of a part, row after row. Mapped ones are little-endian bytes without any alignment.
 #[derive(Debug, Clone)]
-#[non_exhaustive]
 pub enum WeightData {
     /// bf16 in a file.
     Bf16(MappedBytes),
@@ -107,18 +107,22 @@ impl WeightData {
         }
     }
 
+    /// Rounded to nearest, ties to even.
     fn to_bf16(&self) -> WeightData {
-        let mut bits: Arc<[u16]> = std::iter::repeat_n(0, self.elements()).collect();
-        let out = Arc::get_mut(&mut bits).expect("nobody else has it yet");
-        let mut values = [0.0; 1024];
-        for (chunk, out) in out.chunks_mut(values.len()).enumerate() {
-            let values = &mut values[..out.len()];
-            self.widen(chunk * 1024, values);
-            for (out, &value) in out.iter_mut().zip(&*values) {
-                *out = bf16::from_f32(value).to_bits();
+        let round = |value: f32| [bf16::from_f32(value).to_bits()];
+        let n = self.elements();
+        WeightData::OwnedBf16(match self {
+            WeightData::F16(data) => {
+                let data = data.as_chunks().0;
+                generate(n, |i| round(f16::from_le_bytes(data[i]).to_f32()))
             }
-        }
-        WeightData::OwnedBf16(bits)
+            WeightData::F32(data) => {
+                let data = data.as_chunks().0;
+                generate(n, |i| round(f32::from_le_bytes(data[i])))
+            }
+            WeightData::OwnedF32(data) => generate(n, |i| round(data[i])),
+            WeightData::Bf16(_) | WeightData::OwnedBf16(_) => return self.clone(),
+        })
     }
 }
 
@@ -277,11 +281,9 @@ impl Weight {
     #[must_use]
     pub fn to_dtype(&self, compute: ComputeType) -> Self {
         let mut weight = self.clone();
-        for part in &mut weight.parts {
-            match (compute, &part.data) {
-                (ComputeType::F32, _)
-                | (ComputeType::Bf16, WeightData::Bf16(_) | WeightData::OwnedBf16(_)) => {}
-                (ComputeType::Bf16, _) => part.data = part.data.to_bf16(),
+        if compute == ComputeType::Bf16 {
+            for part in &mut weight.parts {
+                part.data = part.data.to_bf16();
             }
         }
         weight
@@ -290,13 +292,19 @@ impl Weight {
     /// A bf16 matrix of one part, about normally distributed with mean 0 and standard deviation `std`; the same for the
     /// same arguments on every machine. For benchmarks: made for speed, not for statistics.
     pub fn random(rows: usize, cols: usize, seed: u64, std: f32) -> Self {
-        let mut bits: Arc<[u16]> = std::iter::repeat_n(0, rows * cols).collect();
-        fill_random(
-            Arc::get_mut(&mut bits).expect("nobody else has it yet"),
-            seed,
-            std,
-        );
-        let data = WeightData::OwnedBf16(bits);
+        // The sum of four random bytes is near enough to a normal number, and has so few values that a table turns it
+        // into bf16. The bytes are a hash of seed and index, so threads can start anywhere.
+        // The variance of a uniform byte is (256² - 1) / 12.
+        let step = std / (4.0f32 * 65535.0 / 12.0).sqrt();
+        let table: [u16; 1021] =
+            std::array::from_fn(|sum| bf16::from_f32((sum as f32 - 510.0) * step).to_bits());
+        let two = |index: usize| {
+            let hash = splitmix64(seed, index as u64);
+            let pairs = (hash & 0x00ff_00ff_00ff_00ff) + (hash >> 8 & 0x00ff_00ff_00ff_00ff);
+            let sums = (pairs + (pairs >> 16)) & 0x0000_ffff_0000_ffff;
+            [sums as u32, (sums >> 32) as u32].map(|sum| table[sum as usize])
+        };
+        let data = WeightData::OwnedBf16(generate(rows * cols, two));
         Weight {
             parts: vec![WeightPart { rows, cols, data }],
             rows,
@@ -305,44 +313,45 @@ impl Weight {
     }
 }
 
-/// Fills `out` with bf16: the sum of four random bytes is near enough to a normal number, and has so few values that a
-/// table turns it into bf16. The bytes are a hash (splitmix64) of seed and index, so threads can start anywhere.
-fn fill_random(out: &mut [u16], seed: u64, std: f32) {
+/// `n` elements, of which `next(i)` gives the `N` from `i * N` on; what exceeds `n` is dropped. Made by all cores, and
+/// memory is touched once, by the core that fills it: the weights of a model are many gigabytes.
+fn generate<const N: usize>(n: usize, next: impl Fn(usize) -> [u16; N] + Sync) -> Arc<[u16]> {
     const CHUNK: usize = 1 << 20;
-    // Variance of a uniform byte is (256² - 1) / 12.
-    let step = std / (4.0f32 * 65535.0 / 12.0).sqrt();
-    let table: Vec<u16> = (0..=1020)
-        .map(|sum| bf16::from_f32((sum - 510) as f32 * step).to_bits())
-        .collect();
-    let fill = |(chunk, out): (usize, &mut [u16])| {
-        let first = (chunk * CHUNK / 2) as u64;
-        for (out, index) in out.chunks_mut(2).zip(first..) {
-            let hash = splitmix64(seed, index);
-            let pairs = (hash & 0x00ff_00ff_00ff_00ff) + (hash >> 8 & 0x00ff_00ff_00ff_00ff);
-            let sums = (pairs + (pairs >> 16)) & 0x0000_ffff_0000_ffff;
-            for (out, sum) in out.iter_mut().zip([sums as u32, (sums >> 32) as u32]) {
-                *out = table[sum as usize];
+    let mut elements: Arc<[MaybeUninit<u16>]> = Arc::new_uninit_slice(n);
+    let out = Arc::get_mut(&mut elements).expect("nobody else has it yet");
+    let fill = |(chunk, out): (usize, &mut [MaybeUninit<u16>])| {
+        let first = chunk * CHUNK;
+        let (whole, rest) = out.as_chunks_mut::<N>();
+        let last = first + whole.len();
+        for (out, index) in whole.iter_mut().zip(first..) {
+            *out = next(index).map(MaybeUninit::new);
+        }
+        if !rest.is_empty() {
+            let values = next(last).map(MaybeUninit::new);
+            rest.copy_from_slice(&values[..rest.len()]);
+        }
+    };
+    let chunks = Mutex::new(out.chunks_mut(CHUNK * N).enumerate());
+    let work = || {
+        loop {
+            // Taken apart from the filling, so that the lock is not held meanwhile.
+            let taken = chunks.lock().expect("no thread panics holding it").next();
+            match taken {
+                Some(chunk) => fill(chunk),
+                None => break,
             }
         }
     };
-    if out.len() <= CHUNK {
-        return fill((0, out));
-    }
-    let work = std::sync::Mutex::new(out.chunks_mut(CHUNK).enumerate());
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     std::thread::scope(|scope| {
-        for _ in 0..threads {
-            scope.spawn(|| {
-                loop {
-                    let next = work.lock().expect("no thread panics holding it").next();
-                    match next {
-                        Some(chunk) => fill(chunk),
-                        None => break,
-                    }
-                }
-            });
+        for _ in 1..threads.min(n.div_ceil(CHUNK * N)) {
+            scope.spawn(work);
         }
+        work();
     });
+    // SAFETY: every element is initialised. The chunks cover the slice, each was taken by a thread that has ended (the
+    // scope waits for all and passes a panic on), and `fill` writes all pieces of its chunk and the rest after them.
+    unsafe { elements.assume_init() }
 }
 
 /// Output `index` of the splitmix64 generator (Steele, Lea, Flood 2014) that starts at `seed`.
