@@ -2,8 +2,7 @@
 //!
 //! It checks shapes, chooses how rows are dealt out to threads, and nothing else.
 
-use std::cell::RefCell;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use tileinfer::backend::{
     Activation, AttentionShape, Backend, ComputeType, Element, KvRows, QkNorms, RopeTable, StepLayout,
@@ -28,7 +27,7 @@ pub struct CpuBackend {
     compute: ComputeType,
     level: Level,
     pool: Arc<Pool>,
-    packed: RefCell<Packed>,
+    packed: Mutex<Packed>,
 }
 
 /// An array `[rows, width]` in f32 words.
@@ -60,7 +59,7 @@ impl CpuBackend {
 
     /// A backend with a given instruction set, on a pool that others may share.
     pub fn with_pool(compute: ComputeType, level: Level, pool: Arc<Pool>) -> Self {
-        CpuBackend { compute, level, pool, packed: RefCell::default() }
+        CpuBackend { compute, level, pool, packed: Mutex::default() }
     }
 
     /// The instruction set.
@@ -139,7 +138,6 @@ fn matrix(part: &WeightPart) -> Result<Matrix<'_>> {
         WeightData::F32(bytes) => (bytes, linear::Element::F32),
         WeightData::OwnedBf16(values) => (bytes_of(values), linear::Element::Bf16),
         WeightData::OwnedF32(values) => (bytes_of(values), linear::Element::F32),
-        other => return Err(Error::Bug(format!("the CPU backend has no kernel for {other:?}"))),
     };
     Matrix::new(bytes, element, part.rows(), part.cols())
         .ok_or_else(|| Error::Bug(format!("{} bytes for {} x {} {element:?}", bytes.len(), part.rows(), part.cols())))
@@ -260,7 +258,8 @@ impl Backend for CpuBackend {
         out.expect(x.rows, x.width)?;
         let rounding = self.rounding(out.element);
         let (out, rows, weight) = (SharedMut::new(&mut out.values), x.rows, weight.row(0));
-        RmsNorm { out, x: RowsOf::Input(x.all()), weight, eps, rounding }.run(self.level, &self.pool, rows);
+        RmsNorm { out, x: RowsOf::Input(x.all()), weight, eps, rounding }
+            .run(self.level, &self.pool, rows);
         Ok(())
     }
 
@@ -289,7 +288,7 @@ impl Backend for CpuBackend {
         out.expect(x.rows, x.width)?;
         x.expect(delta.rows, delta.width)?;
         let (rows, rounding) = (x.rows, self.rounding(out.element));
-        let x = RowsOf::Sum(SharedMut::new(&mut x.values), delta.all());
+        let x = RowsOf::Sum(SharedMut::new(&mut x.values), delta.all(), self.rounding(x.element));
         let (out, weight) = (SharedMut::new(&mut out.values), weight.row(0));
         RmsNorm { out, x, weight, eps, rounding }.run(self.level, &self.pool, rows);
         Ok(())
@@ -303,7 +302,7 @@ impl Backend for CpuBackend {
             bias.expect(1, n)?;
         }
         let rounding = self.rounding(out.element);
-        let packed = &mut *self.packed.borrow_mut();
+        let packed = &mut *self.packed.lock().unwrap_or_else(|e| e.into_inner());
         let parts = weight.matrices()?;
         packed.pack(self.level, &self.pool, x.all(), x.rows, k, &parts);
         let bias = bias.map(|bias| bias.row(0));

@@ -35,7 +35,7 @@ pub(crate) enum RowsOf<'a> {
     /// Rows as they are.
     Input(&'a [f32]),
     /// Rows to which others are added, in place, first.
-    Sum(SharedMut<'a, f32>, &'a [f32]),
+    Sum(SharedMut<'a, f32>, &'a [f32], Rounding),
 }
 
 impl RmsNorm<'_> {
@@ -56,10 +56,10 @@ impl Kernel for RmsNormRows<'_> {
         for row in rows {
             let x = match op.x {
                 RowsOf::Input(x) => &x[row * width..(row + 1) * width],
-                RowsOf::Sum(x, delta) => {
+                RowsOf::Sum(x, delta, rounding) => {
                     // SAFETY: each row is in one range.
                     let x = unsafe { x.range(row * width, width) };
-                    add(isa, x, &delta[row * width..(row + 1) * width], op.rounding);
+                    add(isa, x, &delta[row * width..(row + 1) * width], rounding);
                     &*x
                 }
             };
