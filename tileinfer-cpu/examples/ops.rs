@@ -5,7 +5,7 @@
 
 use std::time::Instant;
 
-use tileinfer_cpu::linear::{Element, Matrix, Packed, linear};
+use tileinfer_cpu::linear::{Element, Matrix, Packed, linear_packed};
 use tileinfer_cpu::{Level, Pool, Rounding, ceiling};
 
 fn main() {
@@ -73,7 +73,8 @@ impl Bench {
         let mut packed = Packed::default();
         let time = self.time(copies, |i| {
             let weight = Matrix::new(&weights[i * bytes..(i + 1) * bytes], Element::Bf16, n, k).expect("sizes fit");
-            linear(self.level, &self.pool, &mut y, n, &x, weight, None, Rounding::Bf16, &mut packed);
+            packed.pack(self.level, &self.pool, &x, rows, k, &[weight]);
+            linear_packed(self.level, &self.pool, &mut y, &packed, &[weight], None, Rounding::Bf16);
         });
         let (gbs, gflops) = (bytes as f64 / time, 2.0 * (rows * n * k) as f64 / time);
         println!(

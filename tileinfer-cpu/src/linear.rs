@@ -10,6 +10,9 @@
 //! them in one aligned stream. Register tiles are 4 weight rows by `TILE_ROWS` activation rows; a weight
 //! vector is widened once per tile. What this module decided not to know: what the product is for.
 
+use std::ops::Range;
+
+use crate::memory::Aligned;
 use crate::pool::Pool;
 use crate::simd::{Isa, Kernel, Level};
 use crate::{Rounding, SharedMut};
@@ -72,15 +75,30 @@ impl<'a> Matrix<'a> {
     }
 }
 
-/// Activations in the order in which the kernel reads them; kept between calls to reuse its memory.
+/// Activations in the order in which the kernels read them; kept between calls to reuse its memory.
+///
+/// There are two orders, see the module's first lines; both are made when the weights of a call need both.
 #[derive(Debug, Default)]
 pub struct Packed {
-    data: Vec<f32>,
-    /// Elements from the start of `data` to the first aligned one.
-    start: usize,
+    /// For bf16 weights.
+    interleaved: Order,
+    /// For f16 and f32 weights.
+    halves: Order,
     rows: usize,
     cols: usize,
-    order: Option<(Level, bool)>,
+    level: Option<Level>,
+}
+
+#[derive(Debug)]
+struct Order {
+    data: Aligned<f32>,
+    valid: bool,
+}
+
+impl Default for Order {
+    fn default() -> Self {
+        Order { data: Aligned::new(0, 0.0), valid: false }
+    }
 }
 
 /// Weight rows of one register tile.
@@ -90,93 +108,95 @@ const STREAM_BYTES: usize = 48 << 10;
 /// Weight bytes that a thread takes at a time when they are used for many rows: they stay in its L2 cache.
 const REUSE_BYTES: usize = 192 << 10;
 
-/// `y[r][n] = round(Σ_k x[r][k] w[n][k] + bias[n])`.
+/// `y[r][n] = round(Σ_k x[r][k] w[n][k] + bias[n])` where the rows of `parts`, one after the other, are `w`.
 ///
-/// `x` is `[rows, cols]`; `y` has `rows` rows at a distance of `y_stride`, of which `weight.rows()` elements
-/// from the first on are written. `bias`, if any, has `weight.rows()` elements. `packed` is scratch.
-///
-/// # Panics
-/// If the sizes do not fit each other.
-pub fn linear(
-    level: Level,
-    pool: &Pool,
-    y: &mut [f32],
-    y_stride: usize,
-    x: &[f32],
-    weight: Matrix<'_>,
-    bias: Option<&[f32]>,
-    rounding: Rounding,
-    packed: &mut Packed,
-) {
-    let rows = if weight.cols == 0 { y.len().div_ceil(y_stride.max(1)) } else { x.len() / weight.cols };
-    packed.pack(level, pool, x, rows, weight.cols, weight.element);
-    linear_packed(level, pool, y, y_stride, packed, weight, bias, rounding);
-}
-
-/// [`linear`] on activations that [`Packed::pack`] has prepared for this level and element type: for several
-/// weights that share them.
+/// `x` is `packed`; `y` is `[rows, n]`; `bias`, if any, has `n` elements.
 ///
 /// # Panics
-/// If the sizes do not fit each other, or `packed` was made for another level or element order.
+/// If the sizes do not fit each other, or `packed` lacks the order of a part (see [`Packed::pack`]).
 pub fn linear_packed(
     level: Level,
     pool: &Pool,
     y: &mut [f32],
-    y_stride: usize,
     packed: &Packed,
-    weight: Matrix<'_>,
+    parts: &[Matrix<'_>],
     bias: Option<&[f32]>,
     rounding: Rounding,
 ) {
-    let rows = packed.rows;
-    assert_eq!(packed.order, Some((level, weight.element == Element::Bf16)), "packing order");
-    assert_eq!(packed.cols, weight.cols, "columns of activations and weight");
-    assert!(bias.is_none_or(|bias| bias.len() == weight.rows), "length of the bias");
-    if rows == 0 || weight.rows == 0 {
+    let (rows, cols) = (packed.rows, packed.cols);
+    let n: usize = parts.iter().map(Matrix::rows).sum();
+    assert_eq!(packed.level, Some(level), "level of the packed activations");
+    assert!(parts.iter().all(|part| part.cols == cols), "columns of activations and weight");
+    assert!(bias.is_none_or(|bias| bias.len() == n), "length of the bias");
+    assert_eq!(y.len(), rows * n, "length of the output");
+    if y.is_empty() {
         return;
     }
-    assert!(weight.rows <= y_stride, "an output row does not fit its stride");
-    assert!(y.len() >= (rows - 1) * y_stride + weight.rows, "output too short");
-
-    let row_bytes = (weight.cols * weight.element.bytes()).max(1);
-    let chunk_bytes = if rows < 16 { STREAM_BYTES } else { REUSE_BYTES };
-    // At least a dozen chunks where there is so much, so that no thread waits long for the last one.
-    let chunk = (chunk_bytes / row_bytes).min(weight.rows / 12).next_multiple_of(WEIGHT_ROWS).max(WEIGHT_ROWS);
     let out = SharedMut::new(y);
-    pool.run_chunks(weight.rows, chunk, |range| {
-        level.dispatch(Chunk { range, out, y_stride, packed, weight, bias, rounding });
+    let chunks: Vec<_> = chunks(parts, rows).collect();
+    pool.run(chunks.len(), |i| {
+        let (part, range, first) = &chunks[i];
+        let weight = parts[*part];
+        let order = packed.order(weight.element);
+        assert!(order.valid, "activations are not packed for {:?}", weight.element);
+        let bias = bias.map(|bias| &bias[first + range.start..first + range.end]);
+        let (rows, range) = (packed.rows, range.clone());
+        level.dispatch(Chunk { range, out, stride: n, first: *first, x: &order.data, rows, weight, bias, rounding });
     });
 }
 
+/// Runs of rows that a thread takes at a time: the part, its rows, and the output column of the part's first.
+fn chunks(parts: &[Matrix<'_>], rows: usize) -> impl Iterator<Item = (usize, Range<usize>, usize)> {
+    let total: usize = parts.iter().map(|part| part.bytes.len()).sum();
+    // At least a dozen chunks where there is so much, so that no thread waits long for the last one.
+    let most = if rows < 16 { STREAM_BYTES } else { REUSE_BYTES };
+    let bytes = most.min(total / 12);
+    let mut first = 0;
+    parts.iter().enumerate().flat_map(move |(i, part)| {
+        let row_bytes = (part.cols * part.element.bytes()).max(1);
+        let chunk = (bytes / row_bytes).next_multiple_of(WEIGHT_ROWS).max(WEIGHT_ROWS);
+        let start = first;
+        first += part.rows;
+        let n = part.rows;
+        (0..n).step_by(chunk).map(move |at| (i, at..n.min(at + chunk), start))
+    })
+}
+
 impl Packed {
-    /// Copies `x` (`[rows, cols]`) into the order in which `level` multiplies it with weights of `element`.
+    /// Copies `x` (`[rows, cols]`) into the orders in which `level` multiplies it with the `parts` of a weight.
     ///
     /// # Panics
     /// If `x` has not `rows * cols` elements.
-    pub fn pack(&mut self, level: Level, pool: &Pool, x: &[f32], rows: usize, cols: usize, element: Element) {
+    pub fn pack(&mut self, level: Level, pool: &Pool, x: &[f32], rows: usize, cols: usize, parts: &[Matrix<'_>]) {
         assert_eq!(x.len(), rows * cols, "activations of a linear");
-        const ALIGN: usize = 16;
-        let interleaved = element == Element::Bf16;
-        let step = 2 * level.lanes();
-        let padded = cols.next_multiple_of(step);
-        let wanted = rows * padded + ALIGN;
-        if self.data.len() < wanted {
-            self.data = vec![0.0; wanted];
+        (self.rows, self.cols, self.level) = (rows, cols, Some(level));
+        let padded = cols.next_multiple_of(2 * level.lanes());
+        for (order, interleaved) in [(&mut self.interleaved, true), (&mut self.halves, false)] {
+            order.valid = parts.iter().any(|part| (part.element == Element::Bf16) == interleaved);
+            if !order.valid {
+                continue;
+            }
+            if order.data.len() < rows * padded {
+                order.data = Aligned::new(rows * padded, 0.0);
+            }
+            let out = SharedMut::new(&mut order.data);
+            // Some ten thousand elements at a time.
+            pool.run_chunks(rows, (16384 / padded.max(1)).max(1), |range| {
+                level.dispatch(Pack { range, out, x, rows, cols, interleaved });
+            });
         }
-        // Vec<f32> promises 4 bytes; cache lines have 64.
-        self.start = (self.data.as_ptr().addr().wrapping_neg() % 64) / 4;
-        (self.rows, self.cols, self.order) = (rows, cols, Some((level, interleaved)));
-        let out = SharedMut::new(&mut self.data[self.start..self.start + rows * padded]);
-        // Whole tiles, some ten thousand elements at a time.
-        let chunk = (16384 / padded.max(1)).next_multiple_of(60).max(60);
-        pool.run_chunks(rows, chunk, |range| {
-            level.dispatch(Pack { range, out, x, rows, cols, interleaved });
-        });
+    }
+
+    fn order(&self, element: Element) -> &Order {
+        match element {
+            Element::Bf16 => &self.interleaved,
+            Element::F16 | Element::F32 => &self.halves,
+        }
     }
 }
 
 struct Pack<'a> {
-    range: std::ops::Range<usize>,
+    range: Range<usize>,
     out: SharedMut<'a, f32>,
     x: &'a [f32],
     rows: usize,
@@ -194,9 +214,8 @@ impl Kernel for Pack<'_> {
         for row in self.range {
             let tile = row / I::TILE_ROWS * I::TILE_ROWS;
             let tile_rows = I::TILE_ROWS.min(self.rows - tile);
-            // SAFETY: tiles of `tile_rows * steps * step` elements follow each other in `out`, and each
-            // chunk of rows writes its own rows only.
-            let out = unsafe { self.out.range(tile * steps * step, tile_rows * steps * step) };
+            // Tiles of `tile_rows * steps * step` elements follow each other.
+            let tile_out = tile * steps * step;
             let x = &self.x[row * self.cols..(row + 1) * self.cols];
             for s in 0..steps {
                 let mut from = &x[s * step..];
@@ -205,9 +224,10 @@ impl Kernel for Pack<'_> {
                     tail[..from.len()].copy_from_slice(from);
                     from = &tail[..step];
                 }
-                let to = &mut out[(s * tile_rows + row - tile) * step..][..step];
-                // SAFETY: both slices hold 2 * LANES elements.
+                // SAFETY: each row writes its own places, and is in one range; both slices hold 2 * LANES
+                // elements.
                 unsafe {
+                    let to = self.out.range(tile_out + (s * tile_rows + row - tile) * step, step);
                     if self.interleaved {
                         let (even, odd) = isa.load_deinterleaved(from.as_ptr());
                         isa.store(to.as_mut_ptr(), even);
@@ -223,13 +243,18 @@ impl Kernel for Pack<'_> {
     }
 }
 
-/// A run of weight rows against all activation rows.
+/// A run of rows of a part against all activation rows.
 struct Chunk<'a> {
-    range: std::ops::Range<usize>,
+    range: Range<usize>,
     out: SharedMut<'a, f32>,
-    y_stride: usize,
-    packed: &'a Packed,
+    /// Elements of an output row.
+    stride: usize,
+    /// Output column of the part's first row.
+    first: usize,
+    x: &'a [f32],
+    rows: usize,
     weight: Matrix<'a>,
+    /// Of the rows in `range`.
     bias: Option<&'a [f32]>,
     rounding: Rounding,
 }
@@ -249,13 +274,12 @@ impl Kernel for Chunk<'_> {
 impl Chunk<'_> {
     #[inline(always)]
     fn multiply<I: Isa, E: Pair>(self, isa: I) {
-        let packed = self.packed;
         let step = 2 * I::LANES;
-        let steps = packed.cols.div_ceil(step);
+        let steps = self.weight.cols.div_ceil(step);
         let mut tile = 0;
-        while tile < packed.rows {
-            let tile_rows = I::TILE_ROWS.min(packed.rows - tile);
-            let x = &packed.data[packed.start + tile * steps * step..][..tile_rows * steps * step];
+        while tile < self.rows {
+            let tile_rows = I::TILE_ROWS.min(self.rows - tile);
+            let x = &self.x[tile * steps * step..][..tile_rows * steps * step];
             match tile_rows {
                 1 => self.tile::<I, E, 1>(isa, x, tile),
                 2 => self.tile::<I, E, 2>(isa, x, tile),
@@ -276,7 +300,7 @@ impl Chunk<'_> {
         if ROWS > I::TILE_ROWS {
             return;
         }
-        let cols = self.packed.cols;
+        let cols = self.weight.cols;
         let step = 2 * I::LANES;
         let (whole, rest) = (cols / step, cols % step);
         let row_bytes = cols * E::BYTES;
@@ -327,7 +351,7 @@ impl Chunk<'_> {
             for r in 0..ROWS {
                 let folded = isa.reduce_add4(sums[r]);
                 // SAFETY: this chunk alone writes columns `self.range` of the output rows.
-                let y = unsafe { self.out.range((first + r) * self.y_stride + n, count) };
+                let y = unsafe { self.out.range((first + r) * self.stride + self.first + n, count) };
                 if count == WEIGHT_ROWS {
                     y.copy_from_slice(&folded);
                 } else {
@@ -346,11 +370,10 @@ impl Chunk<'_> {
         }
         let n = self.range.len();
         // SAFETY: this chunk alone writes columns `self.range` of the output rows.
-        let y = unsafe { self.out.range(row * self.y_stride + self.range.start, n) };
-        let bias = self.bias.map(|bias| &bias[self.range.clone()]);
+        let y = unsafe { self.out.range(row * self.stride + self.first + self.range.start, n) };
         crate::vector::for_lanes(isa, n, |isa, at, part| {
             let mut v = part.load(isa, &y[at..]);
-            if let Some(bias) = bias {
+            if let Some(bias) = self.bias {
                 v = isa.add(v, part.load(isa, &bias[at..]));
             }
             part.store(isa, &mut y[at..], self.rounding.apply(isa, v));
