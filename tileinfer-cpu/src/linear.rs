@@ -51,7 +51,12 @@ impl<'a> Matrix<'a> {
     /// A view of `bytes`; `None` if their number is not `rows * cols` elements.
     pub fn new(bytes: &'a [u8], element: Element, rows: usize, cols: usize) -> Option<Self> {
         let wanted = rows.checked_mul(cols)?.checked_mul(element.bytes())?;
-        (bytes.len() == wanted).then_some(Matrix { bytes, element, rows, cols })
+        (bytes.len() == wanted).then_some(Matrix {
+            bytes,
+            element,
+            rows,
+            cols,
+        })
     }
 
     /// Output features.
@@ -97,7 +102,10 @@ struct Order {
 
 impl Default for Order {
     fn default() -> Self {
-        Order { data: Aligned::new(0, 0.0), valid: false }
+        Order {
+            data: Aligned::new(0, 0.0),
+            valid: false,
+        }
     }
 }
 
@@ -126,8 +134,14 @@ pub fn linear_packed(
     let (rows, cols) = (packed.rows, packed.cols);
     let n: usize = parts.iter().map(Matrix::rows).sum();
     assert_eq!(packed.level, Some(level), "level of the packed activations");
-    assert!(parts.iter().all(|part| part.cols == cols), "columns of activations and weight");
-    assert!(bias.is_none_or(|bias| bias.len() == n), "length of the bias");
+    assert!(
+        parts.iter().all(|part| part.cols == cols),
+        "columns of activations and weight"
+    );
+    assert!(
+        bias.is_none_or(|bias| bias.len() == n),
+        "length of the bias"
+    );
     assert_eq!(y.len(), rows * n, "length of the output");
     if y.is_empty() {
         return;
@@ -138,10 +152,24 @@ pub fn linear_packed(
         let (part, range, first) = &chunks[i];
         let weight = parts[*part];
         let order = packed.order(weight.element);
-        assert!(order.valid, "activations are not packed for {:?}", weight.element);
+        assert!(
+            order.valid,
+            "activations are not packed for {:?}",
+            weight.element
+        );
         let bias = bias.map(|bias| &bias[first + range.start..first + range.end]);
         let (rows, range) = (packed.rows, range.clone());
-        level.dispatch(Chunk { range, out, stride: n, first: *first, x: &order.data, rows, weight, bias, rounding });
+        level.dispatch(Chunk {
+            range,
+            out,
+            stride: n,
+            first: *first,
+            x: &order.data,
+            rows,
+            weight,
+            bias,
+            rounding,
+        });
     });
 }
 
@@ -154,11 +182,15 @@ fn chunks(parts: &[Matrix<'_>], rows: usize) -> impl Iterator<Item = (usize, Ran
     let mut first = 0;
     parts.iter().enumerate().flat_map(move |(i, part)| {
         let row_bytes = (part.cols * part.element.bytes()).max(1);
-        let chunk = (bytes / row_bytes).next_multiple_of(WEIGHT_ROWS).max(WEIGHT_ROWS);
+        let chunk = (bytes / row_bytes)
+            .next_multiple_of(WEIGHT_ROWS)
+            .max(WEIGHT_ROWS);
         let start = first;
         first += part.rows;
         let n = part.rows;
-        (0..n).step_by(chunk).map(move |at| (i, at..n.min(at + chunk), start))
+        (0..n)
+            .step_by(chunk)
+            .map(move |at| (i, at..n.min(at + chunk), start))
     })
 }
 
@@ -167,12 +199,22 @@ impl Packed {
     ///
     /// # Panics
     /// If `x` has not `rows * cols` elements.
-    pub fn pack(&mut self, level: Level, pool: &Pool, x: &[f32], rows: usize, cols: usize, parts: &[Matrix<'_>]) {
+    pub fn pack(
+        &mut self,
+        level: Level,
+        pool: &Pool,
+        x: &[f32],
+        rows: usize,
+        cols: usize,
+        parts: &[Matrix<'_>],
+    ) {
         assert_eq!(x.len(), rows * cols, "activations of a linear");
         (self.rows, self.cols, self.level) = (rows, cols, Some(level));
         let padded = cols.next_multiple_of(2 * level.lanes());
         for (order, interleaved) in [(&mut self.interleaved, true), (&mut self.halves, false)] {
-            order.valid = parts.iter().any(|part| (part.element == Element::Bf16) == interleaved);
+            order.valid = parts
+                .iter()
+                .any(|part| (part.element == Element::Bf16) == interleaved);
             if !order.valid {
                 continue;
             }
@@ -182,7 +224,14 @@ impl Packed {
             let out = SharedMut::new(&mut order.data);
             // Some ten thousand elements at a time.
             pool.run_chunks(rows, (16384 / padded.max(1)).max(1), |range| {
-                level.dispatch(Pack { range, out, x, rows, cols, interleaved });
+                level.dispatch(Pack {
+                    range,
+                    out,
+                    x,
+                    rows,
+                    cols,
+                    interleaved,
+                });
             });
         }
     }
@@ -227,7 +276,9 @@ impl Kernel for Pack<'_> {
                 // SAFETY: each row writes its own places, and is in one range; both slices hold 2 * LANES
                 // elements.
                 unsafe {
-                    let to = self.out.range(tile_out + (s * tile_rows + row - tile) * step, step);
+                    let to = self
+                        .out
+                        .range(tile_out + (s * tile_rows + row - tile) * step, step);
                     if self.interleaved {
                         let (even, odd) = isa.load_deinterleaved(from.as_ptr());
                         isa.store(to.as_mut_ptr(), even);
@@ -309,9 +360,8 @@ impl Chunk<'_> {
         while n < self.range.end {
             // Rows past the end stand in for themselves by the last one; their sums are not stored.
             let count = WEIGHT_ROWS.min(self.range.end - n);
-            let w: [*const u8; WEIGHT_ROWS] = [0, 1, 2, 3].map(|i| {
-                self.weight.bytes[(n + i.min(count - 1)) * row_bytes..].as_ptr()
-            });
+            let w: [*const u8; WEIGHT_ROWS] = [0, 1, 2, 3]
+                .map(|i| self.weight.bytes[(n + i.min(count - 1)) * row_bytes..].as_ptr());
             let mut sums = [[isa.splat(0.0); WEIGHT_ROWS]; ROWS];
             let mut x = x.as_ptr();
             for s in 0..whole {
@@ -351,7 +401,10 @@ impl Chunk<'_> {
             for r in 0..ROWS {
                 let folded = isa.reduce_add4(sums[r]);
                 // SAFETY: this chunk alone writes columns `self.range` of the output rows.
-                let y = unsafe { self.out.range((first + r) * self.stride + self.first + n, count) };
+                let y = unsafe {
+                    self.out
+                        .range((first + r) * self.stride + self.first + n, count)
+                };
                 if count == WEIGHT_ROWS {
                     y.copy_from_slice(&folded);
                 } else {
@@ -370,7 +423,10 @@ impl Chunk<'_> {
         }
         let n = self.range.len();
         // SAFETY: this chunk alone writes columns `self.range` of the output rows.
-        let y = unsafe { self.out.range(row * self.stride + self.first + self.range.start, n) };
+        let y = unsafe {
+            self.out
+                .range(row * self.stride + self.first + self.range.start, n)
+        };
         crate::vector::for_lanes(isa, n, |isa, at, part| {
             let mut v = part.load(isa, &y[at..]);
             if let Some(bias) = self.bias {

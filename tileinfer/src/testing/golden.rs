@@ -316,3 +316,82 @@ fn difference(found: &[f32], expected: &[f32], width: usize) -> (f64, f64) {
         same as f64 / rows.count() as f64,
     )
 }
+
+#[derive(Deserialize)]
+struct Real {
+    cases: Vec<RealCase>,
+}
+
+#[derive(Deserialize)]
+struct RealCase {
+    case: usize,
+    prompt_ids: Vec<u32>,
+    greedy_ids: Vec<u32>,
+    greedy_top_f32: Vec<Top>,
+    prompt_logprobs_f32: Vec<f64>,
+}
+
+#[derive(Deserialize)]
+struct Top {
+    logits: Vec<f32>,
+}
+
+/// Holds a backend against what transformers answers with SmolLM2-135M-Instruct, whose directory is `dir`: in
+/// f32 the same answers and log probabilities within 2e-3; along these answers, the same best token in bf16
+/// too wherever the two best are more than 0.5 apart.
+pub fn golden_smollm2<B: Backend>(make: &dyn Fn(ComputeType) -> B, golden: &Path, dir: &Path) {
+    let text = std::fs::read_to_string(golden.join("expected/smollm2-135m-instruct.json")).unwrap();
+    let real: Real = serde_json::from_str(&text).unwrap();
+    let eos = ModelConfig::from_dir(dir).unwrap().eos_token_ids;
+    for kind in [ComputeType::F32, ComputeType::Bf16] {
+        let mut steps = StepLoop::new(Box::new(load(
+            make(kind),
+            dir,
+            &RunnerOptions::for_length(256),
+        )));
+        for case in &real.cases {
+            let along = [&case.prompt_ids[..], &case.greedy_ids].concat();
+            let first = case.prompt_ids.len() - 1;
+            let mut best = Vec::new();
+            eval::teacher_force(&mut steps, &along, &mut |position, logits| {
+                if (first..along.len() - 1).contains(&position) {
+                    best.push(eval::argmax(logits) as u32);
+                }
+                Ok(())
+            })
+            .unwrap();
+            assert_eq!(best.len(), case.greedy_top_f32.len());
+            for (i, (&found, top)) in best.iter().zip(&case.greedy_top_f32).enumerate() {
+                let margin = top.logits[0] - top.logits[1];
+                let close = kind == ComputeType::Bf16 && margin <= 0.5;
+                let what = format!(
+                    "case {}, {kind:?}: token {i} with margin {margin}",
+                    case.case
+                );
+                assert!(close || found == case.greedy_ids[i], "{what}");
+            }
+            if kind == ComputeType::F32 {
+                let mut options = greedy(case.greedy_ids.len());
+                options.stop_ids = eos.clone().into();
+                assert_eq!(
+                    tokens(&mut steps, &case.prompt_ids, options),
+                    case.greedy_ids,
+                    "case {}",
+                    case.case
+                );
+                let found = eval::log_probs(&mut steps, &case.prompt_ids).unwrap();
+                assert_eq!(found.len(), case.prompt_logprobs_f32.len());
+                for (i, (found, expected)) in
+                    found.iter().zip(&case.prompt_logprobs_f32).enumerate()
+                {
+                    let near = (found - expected).abs() <= 2e-3;
+                    assert!(
+                        near,
+                        "case {}: log probability {i} is {found}, not {expected}",
+                        case.case
+                    );
+                }
+            }
+        }
+    }
+}

@@ -6,6 +6,7 @@ mod numbers;
 
 pub use conformance::conformance;
 pub use golden::{
-    GOLDEN_MODELS, GoldenReport, golden_model, golden_models, greedy, load, span, tokens,
+    GOLDEN_MODELS, GoldenReport, golden_model, golden_models, golden_smollm2, greedy, load, span,
+    tokens,
 };
 pub use numbers::{Numbers, assert_close, weight};
