@@ -8,6 +8,7 @@ pub mod config;
 pub mod engine;
 mod error;
 pub mod generate;
+pub mod hub;
 pub mod kv;
 pub mod model;
 pub mod runner;
