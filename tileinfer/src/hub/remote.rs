@@ -110,7 +110,7 @@ impl<'a> Remote<'a> {
             Some(bytes) => u64::from_le_bytes(*bytes),
             None => 0,
         };
-        if length < 2 || length > MAX_HEADER_BYTES || size.is_some_and(|size| length > size - 8) {
+        if !(2..=MAX_HEADER_BYTES).contains(&length) || size.is_some_and(|size| length > size - 8) {
             return Err(Error::bad_model(
                 path,
                 format!("it is not a safetensors file: its header would have {length} bytes"),
