@@ -458,6 +458,11 @@ fn no_answer(address: &Address, error: ureq::Error) -> Failure {
         }
         other => other.to_string(),
     };
+    if reason.contains("certificate") {
+        return Failure::Final(HubErrorKind::Unreachable.error(format!(
+            "{host} shows a certificate that is not trusted ({reason}); if a proxy of your network reads along, set SSL_CERT_FILE to the PEM file of its authority"
+        )));
+    }
     Failure::Passing(
         HubErrorKind::Unreachable.error(format!(
             "cannot reach {host}: {reason}; check the network, the proxy and HF_ENDPOINT, or use --offline"

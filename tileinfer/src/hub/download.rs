@@ -2,7 +2,7 @@
 //! arrives, and given its name only once length and hash are what the hub announced.
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -230,11 +230,19 @@ impl<'a> Download<'a> {
         Ok(())
     }
 
+    /// Begins again in a new file. The old one is not cut short: where locks do not work, another process may have
+    /// finished it and given it its name, and programs map it.
     fn start_over(&mut self) -> Result<()> {
-        self.out
-            .set_len(0)
-            .and_then(|()| self.out.seek(SeekFrom::Start(0)))
-            .map_err(|error| disk_error(&self.partial, error))?;
+        let fresh = match fs::remove_file(&self.partial) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => OpenOptions::new()
+                .create(true)
+                .read(true)
+                .write(true)
+                .truncate(false)
+                .open(&self.partial),
+        };
+        self.out = fresh.map_err(|error| disk_error(&self.partial, error))?;
         self.have = 0;
         self.hasher = Hasher::new(&self.file.facts.etag, self.size);
         self.tell();
@@ -376,7 +384,7 @@ impl<'a> Download<'a> {
             }
             self.out
                 .write_all(&buffer[..read])
-                .map_err(|error| self.unwritable(error))?;
+                .map_err(|error| disk_error(&self.partial, error))?;
             self.hasher.update(&buffer[..read]);
             self.have += read as u64;
             self.tell();
@@ -394,12 +402,6 @@ impl<'a> Download<'a> {
                 window = (Instant::now(), 0);
             }
         }
-    }
-
-    /// After a failed write the file may hold bytes that were not hashed: cut them off.
-    fn unwritable(&self, error: io::Error) -> Failure {
-        let _ = self.out.set_len(self.have);
-        Failure::Final(disk_error(&self.partial, error))
     }
 
     /// Compares the hash of the complete file with the one announced.
@@ -433,10 +435,19 @@ impl<'a> Download<'a> {
     /// Gives the blob its name.
     fn publish(&mut self) -> Result<()> {
         let blob = self.job.folder.blob(&self.file.facts.etag);
-        self.out
+        let renamed = self
+            .out
             .sync_all()
-            .and_then(|()| fs::rename(&self.partial, &blob))
-            .map_err(|error| disk_error(&blob, error))
+            .and_then(|()| fs::rename(&self.partial, &blob));
+        match renamed {
+            // Where locks do not work, another process may have been faster.
+            Err(error)
+                if error.kind() == io::ErrorKind::NotFound && self.job.is_here(&self.file) =>
+            {
+                Ok(())
+            }
+            renamed => renamed.map_err(|error| disk_error(&blob, error)),
+        }
     }
 
     fn broken(&self, reason: &str) -> Failure {

@@ -299,7 +299,8 @@ mod tests {
         std::fs::write(folder.path().join("other"), "hf_other").unwrap();
         let other = folder.path().join("other");
         let other = other.to_str().unwrap();
-        let cases: [(&[(&str, &str)], Option<&str>); 7] = [
+        type Case<'a> = (&'a [(&'a str, &'a str)], Option<&'a str>);
+        let cases: [Case; 7] = [
             (&[], Some("hf_file")),
             (&[("HF_TOKEN_PATH", other)], Some("hf_other")),
             (

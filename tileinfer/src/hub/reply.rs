@@ -60,6 +60,27 @@ impl Reply {
         from_limit().or_else(from_retry).map(Duration::from_secs)
     }
 
+    /// What it says about `path` of `repo`, as the answer of the hub at `endpoint` to a HEAD on that file.
+    ///
+    /// # Errors
+    /// [`Error::Hub`](crate::Error::Hub) with the kind of the refusal, or of what is missing.
+    pub fn file(
+        &self,
+        endpoint: &str,
+        repo: &str,
+        revision: &str,
+        path: &str,
+    ) -> crate::Result<FileFacts> {
+        let question = Question {
+            endpoint,
+            repo,
+            revision,
+            path,
+            token: false,
+        };
+        file_facts(self, &question).map_err(Failure::into_error)
+    }
+
     /// Total length of the file by `Content-Range`, else by `Content-Length`; unknown for a coded body.
     pub fn total_length(&self) -> Option<u64> {
         if let Some((_, total)) = self.content_range() {
@@ -104,10 +125,13 @@ pub(super) struct Question<'a> {
 
 /// The hub's description of one file of one commit.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct FileFacts {
-    pub(super) commit: String,
-    pub(super) etag: String,
-    pub(super) size: Option<u64>,
+pub struct FileFacts {
+    /// Commit hash, 40 hexadecimal digits.
+    pub commit: String,
+    /// Hash of the content, safe as a file name.
+    pub etag: String,
+    /// Size in bytes, if it says.
+    pub size: Option<u64>,
 }
 
 /// Reads the answer to a HEAD on a file.
@@ -139,14 +163,14 @@ pub(super) fn file_facts(reply: &Reply, question: &Question) -> Result<FileFacts
             )
         })?;
     let size = match reply.header("x-linked-size") {
-        Some(size) => Some(size),
+        Some(size) => size.parse().ok(),
         None if redirect => None,
-        None => reply.header("content-length"),
+        None => reply.total_length(),
     };
     Ok(FileFacts {
         commit: commit.to_owned(),
         etag,
-        size: size.and_then(|size| size.parse().ok()),
+        size,
     })
 }
 
@@ -218,7 +242,9 @@ pub(super) fn refusal(reply: &Reply, question: &Question) -> Failure {
         (404, _) if reply.commit().is_some() || is_commit(revision) => {
             no_file(repo, revision, path)
         }
-        (404, _) => no_repo(),
+        (404, _) => HubErrorKind::RepoNotFound.error(format!(
+            "{endpoint} answers 404 for {repo}, without any of a hub's headers: there is no such repository, or it is not a model hub; check the spelling and HF_ENDPOINT"
+        )),
         (403, _) if text == "Access to this resource is disabled." => HubErrorKind::Disabled
             .error(format!("{endpoint} has disabled access to {repo}; choose another model")),
         (403, _) => HubErrorKind::Forbidden.error(format!(
@@ -404,7 +430,8 @@ mod tests {
         let gated = K::Gated {
             page: "https://huggingface.co/org/name".into(),
         };
-        let cases: &[(u16, &[(&str, &str)], K, bool)] = &[
+        type Case<'a> = (u16, &'a [(&'a str, &'a str)], K, bool);
+        let cases: &[Case] = &[
             (
                 404,
                 &[("X-Error-Code", "EntryNotFound"), ("X-Repo-Commit", COMMIT)],

@@ -254,7 +254,7 @@ fn an_unwritable_cache_is_named() {
     assert!(error.to_string().contains("models--org--model"), "{error}");
 
     std::fs::remove_file(world.cache()).unwrap();
-    std::fs::create_dir_all(&world.cache()).unwrap();
+    std::fs::create_dir_all(world.cache()).unwrap();
     std::fs::write(world.cache().join(".locks"), "a file").unwrap();
     let error = world.pull().unwrap_err();
     assert!(error.to_string().contains(".locks"), "{error}");

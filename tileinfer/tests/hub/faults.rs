@@ -27,10 +27,10 @@ fn survives(world: &World) {
 }
 
 /// The pull fails with this kind, nothing looks like a model, and once the fault is gone a pull works.
-fn fails(world: &World, expected_kind: HubErrorKind) -> String {
+fn fails(world: &World, expected_kind: &HubErrorKind) -> String {
     let error = world.pull().unwrap_err();
     let message = error.to_string();
-    assert_eq!(kind(Err(error)), expected_kind, "{message}");
+    assert_eq!(kind(Err(error)), *expected_kind, "{message}");
     let client = world.client();
     assert_eq!(kind(client.model_dir(REPO, None)), HubErrorKind::NotCached);
     assert!(!world.cache().join("models--org--model/refs/main").exists());
@@ -176,7 +176,7 @@ fn short_and_long_bodies_are_refused() {
         world
             .hub
             .fault(Server::Storage, "GET", SHARDS[1], 99, fault);
-        let message = fails(&world, HubErrorKind::WrongLength);
+        let message = fails(&world, &HubErrorKind::WrongLength);
         assert!(
             message.contains(SHARDS[1]) && message.contains("700000"),
             "{message}"
@@ -211,7 +211,7 @@ fn wrong_content_is_refused() {
             Server::Hub
         };
         world.hub.fault(server, "GET", path, 99, Fault::Corrupt);
-        let message = fails(&world, HubErrorKind::WrongHash);
+        let message = fails(&world, &HubErrorKind::WrongHash);
         assert!(message.contains(path), "{message}");
 
         let world = World::new();
@@ -255,7 +255,7 @@ fn server_errors_pass_or_are_reported() {
         99,
         Fault::Status(503, vec![]),
     );
-    fails(&world, HubErrorKind::Status(503));
+    fails(&world, &HubErrorKind::Status(503));
     let world = World::new();
     world.hub.fault(
         Server::Storage,
@@ -264,7 +264,7 @@ fn server_errors_pass_or_are_reported() {
         99,
         Fault::Status(500, vec![]),
     );
-    fails(&world, HubErrorKind::Status(500));
+    fails(&world, &HubErrorKind::Status(500));
 }
 
 #[test]
@@ -310,7 +310,7 @@ fn a_rate_limit_is_waited_for_or_reported() {
         .hub
         .fault(Server::Hub, "HEAD", "tokenizer.json", 99, limit(3600));
     let retry_after = Some(Duration::from_secs(3600));
-    let message = fails(&world, HubErrorKind::RateLimited { retry_after });
+    let message = fails(&world, &HubErrorKind::RateLimited { retry_after });
     assert!(message.contains("3600 s"), "{message}");
 }
 
@@ -373,7 +373,7 @@ fn an_expired_address_is_renewed() {
         99,
         Fault::Status(403, vec![]),
     );
-    fails(&world, HubErrorKind::Status(403));
+    fails(&world, &HubErrorKind::Status(403));
 }
 
 #[test]
@@ -497,7 +497,7 @@ fn what_is_not_a_hub_is_recognised() {
         99,
         Fault::Without("X-Repo-Commit"),
     );
-    fails(&world, HubErrorKind::NotAHub);
+    fails(&world, &HubErrorKind::NotAHub);
     let world = World::new();
     world.hub.fault(
         Server::Hub,
@@ -506,7 +506,7 @@ fn what_is_not_a_hub_is_recognised() {
         99,
         Fault::Without("ETag"),
     );
-    fails(&world, HubErrorKind::BadReply);
+    fails(&world, &HubErrorKind::BadReply);
 
     let mut options = world.options();
     options.endpoint = "http://127.0.0.1:1".to_owned();
@@ -597,7 +597,7 @@ fn a_commit_must_stay_the_same_while_pulling() {
         99,
         Fault::With("X-Repo-Commit", SECOND.to_owned()),
     );
-    fails(&world, HubErrorKind::BadReply);
+    fails(&world, &HubErrorKind::BadReply);
 }
 
 #[test]
@@ -608,7 +608,7 @@ fn redirects_are_bounded_and_stay_away_from_other_schemes() {
     world
         .hub
         .fault(Server::Hub, "HEAD", "config.json", 999, redirect(&own));
-    fails(&world, HubErrorKind::BadRedirect);
+    fails(&world, &HubErrorKind::BadRedirect);
     assert!(world.hub.seen().len() < 100);
 
     let world = World::new();
@@ -619,7 +619,7 @@ fn redirects_are_bounded_and_stay_away_from_other_schemes() {
     world
         .hub
         .fault(Server::Storage, "GET", "/x", 999, redirect(&own));
-    fails(&world, HubErrorKind::BadRedirect);
+    fails(&world, &HubErrorKind::BadRedirect);
 
     for location in [
         "file:///etc/passwd",
@@ -633,7 +633,7 @@ fn redirects_are_bounded_and_stay_away_from_other_schemes() {
         world
             .hub
             .fault(Server::Hub, "HEAD", "config.json", 1, redirect(location));
-        fails(&world, HubErrorKind::BadRedirect);
+        fails(&world, &HubErrorKind::BadRedirect);
     }
 }
 

@@ -79,12 +79,18 @@ struct Entry {
     large: bool,
 }
 
+/// The token without which a repository is refused, and how.
+struct Gate {
+    token: String,
+    status: u16,
+    headers: Vec<(&'static str, String)>,
+}
+
 #[derive(Default)]
 struct Repo {
     revisions: BTreeMap<String, String>,
     commits: BTreeMap<String, BTreeMap<String, Entry>>,
-    /// The token without which it is refused, and how.
-    gate: Option<(String, u16, Vec<(&'static str, String)>)>,
+    gate: Option<Gate>,
 }
 
 #[derive(Default)]
@@ -166,7 +172,11 @@ impl MockHub {
     ) {
         let headers = headers.iter().map(|(k, v)| (*k, (*v).to_owned())).collect();
         let mut state = self.state.lock().unwrap();
-        state.repos.get_mut(repo).unwrap().gate = Some((token.to_owned(), status, headers));
+        state.repos.get_mut(repo).unwrap().gate = Some(Gate {
+            token: token.to_owned(),
+            status,
+            headers,
+        });
     }
 
     /// The next `times` requests of this kind whose path ends so get the fault.
@@ -360,7 +370,11 @@ impl Answer {
 }
 
 fn refusal(repo: &Repo, seen: &Seen) -> Option<Answer> {
-    let (token, status, headers) = repo.gate.as_ref()?;
+    let Gate {
+        token,
+        status,
+        headers,
+    } = repo.gate.as_ref()?;
     if seen.header("authorization") == Some(&format!("Bearer {token}")) {
         return None;
     }

@@ -245,7 +245,7 @@ fn the_token_goes_to_the_hub_only() {
 #[test]
 fn a_renamed_repository_is_followed() {
     let world = World::new();
-    let head = format!("/org/model/resolve/main/config.json");
+    let head = "/org/model/resolve/main/config.json".to_owned();
     world.hub.fault(
         Server::Hub,
         "HEAD",
