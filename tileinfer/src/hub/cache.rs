@@ -284,12 +284,12 @@ pub(super) struct BlobLock {
 }
 
 impl BlobLock {
-    /// Takes the lock, waiting for it if another pull has it (after `waiting` has been told).
-    /// `None`: this file system has no locks.
+    /// Takes the lock. While another pull has it, `wait` is called again and again; it sleeps, or gives up with an
+    /// error. `None`: this file system has no locks.
     pub(super) fn take(
         folder: &RepoFolder,
         etag: &str,
-        waiting: impl Fn(),
+        mut wait: impl FnMut() -> io::Result<()>,
     ) -> io::Result<Option<Self>> {
         let path = folder.locks().join(format!("{etag}.lock"));
         fs::create_dir_all(folder.locks())?;
@@ -302,8 +302,8 @@ impl BlobLock {
             match file.try_lock() {
                 Ok(()) => {}
                 Err(TryLockError::WouldBlock) => {
-                    waiting();
-                    file.lock()?;
+                    wait()?;
+                    continue;
                 }
                 Err(TryLockError::Error(_)) => return Ok(None),
             }

@@ -5,7 +5,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use sha1::Sha1;
 use sha2::{Digest, Sha256};
@@ -20,6 +20,8 @@ use crate::{Error, Result};
 
 /// Bytes read and written at a time.
 const CHUNK: usize = 256 << 10;
+/// How often to look whether another process has finished a file.
+const LOCK_POLL: Duration = Duration::from_millis(50);
 
 /// A pull at work: who asks, where it goes, whom it tells.
 pub(super) struct Job<'a> {
@@ -61,10 +63,20 @@ impl Job<'_> {
         let commit = file.facts.commit.clone();
         let blobs = self.folder.blobs();
         fs::create_dir_all(&blobs).map_err(|error| disk_error(&blobs, error))?;
+        let mut waited = false;
         let lock = BlobLock::take(self.folder, &etag, || {
-            self.progress.note(&format!(
-                "{path} is being downloaded by another process; waiting for it"
-            ));
+            if !waited {
+                self.progress.note(&format!(
+                    "{path} is being downloaded by another process; waiting for it"
+                ));
+            }
+            waited = true;
+            if self.stop.load(Ordering::Relaxed) {
+                return Err(io::ErrorKind::Interrupted.into());
+            }
+            std::thread::sleep(LOCK_POLL);
+            self.progress.advanced(&path, self.have(&file));
+            Ok(())
         })
         .map_err(|error| disk_error(&self.folder.locks(), error))?;
         let new = !self.is_here(&file);

@@ -22,6 +22,7 @@ mod error;
 mod inventory;
 mod name;
 mod options;
+mod parallel;
 mod progress;
 mod pull;
 mod remote;

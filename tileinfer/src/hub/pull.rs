@@ -1,16 +1,15 @@
 //! A whole model from the hub into the cache: which files inference needs, in which order they are fetched, and
 //! when an older copy will do. Asks about files by name; the hub's list of files is not needed.
 
-use std::collections::VecDeque;
 use std::path::PathBuf;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 
 use super::cache::{CONFIG, INDEX, Known, RepoFolder, SIDE_FILES, SINGLE};
 use super::client::{Client, RemoteFile};
 use super::download::Job;
 use super::error::HubErrorKind;
 use super::name::{RepoId, is_commit};
+use super::parallel::in_parallel;
 use super::progress::{PlannedFile, Progress};
 use super::reply::shards;
 use crate::{Error, Result};
@@ -205,23 +204,20 @@ impl Pull<'_> {
     fn shards(&self, commit: &str) -> Result<Vec<String>> {
         let index = self.job.folder.snapshot(commit).join(INDEX);
         if let Some(file) = self.describe_optional(commit, INDEX)? {
+            if let Some(size) = file.facts.size
+                && size > MAX_INDEX_BYTES
+            {
+                return Err(HubErrorKind::BadReply.error(format!(
+                    "{INDEX} of {} would have {size} bytes, which is not plausible; the limit is {MAX_INDEX_BYTES}",
+                    self.job.repo
+                )));
+            }
             self.prepare()?;
             self.job.progress.planned(&[self.plan(&file)]);
             self.job.bring(file)?;
         }
-        if self.known(commit, INDEX) == Known::Absent || !index.is_file() {
+        if self.known(commit, INDEX) != Known::Present {
             return Ok(vec![SINGLE.to_owned()]);
-        }
-        let length = std::fs::metadata(&index)
-            .map_err(|error| Error::io(&index, error))?
-            .len();
-        if length > MAX_INDEX_BYTES {
-            return Err(Error::bad_model(
-                index,
-                format!(
-                    "an index of {length} bytes is not plausible; the limit is {MAX_INDEX_BYTES}"
-                ),
-            ));
         }
         let bytes = std::fs::read(&index).map_err(|error| Error::io(&index, error))?;
         shards(&bytes).map_err(|reason| Error::bad_model(index, reason))
@@ -242,46 +238,12 @@ impl Pull<'_> {
         Ok(())
     }
 
-    /// Applies `work` to every item, several at a time, results in order. The first error stops the others.
     fn in_parallel<T: Send, R: Send>(
         &self,
         items: Vec<T>,
         work: impl Fn(T) -> Result<R> + Sync,
     ) -> Result<Vec<R>> {
-        let count = items.len();
-        let queue: Mutex<VecDeque<(usize, T)>> =
-            Mutex::new(items.into_iter().enumerate().collect());
-        let results: Mutex<Vec<Option<R>>> = Mutex::new((0..count).map(|_| None).collect());
-        let failed: Mutex<Option<Error>> = Mutex::new(None);
-        let stop = self.job.stop;
-        let lock = "no worker panics while it holds a lock. This is a bug.";
-        std::thread::scope(|scope| {
-            for _ in 0..self.job.client.options.workers.max(1).min(count) {
-                scope.spawn(|| {
-                    while !stop.load(Ordering::Relaxed) {
-                        let Some((at, item)) = queue.lock().expect(lock).pop_front() else {
-                            return;
-                        };
-                        match work(item) {
-                            Ok(result) => results.lock().expect(lock)[at] = Some(result),
-                            Err(error) => {
-                                failed.lock().expect(lock).get_or_insert(error);
-                                stop.store(true, Ordering::Relaxed);
-                            }
-                        }
-                    }
-                });
-            }
-        });
-        if let Some(error) = failed.into_inner().expect(lock) {
-            return Err(error);
-        }
-        Ok(results
-            .into_inner()
-            .expect(lock)
-            .into_iter()
-            .flatten()
-            .collect())
+        in_parallel(self.job.client.options.workers, self.job.stop, items, work)
     }
 }
 

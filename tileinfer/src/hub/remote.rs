@@ -8,6 +8,7 @@ use super::cache::{CONFIG, INDEX, SINGLE};
 use super::client::{Client, RemoteFile};
 use super::error::HubErrorKind;
 use super::name::{RepoId, is_safe_path};
+use super::parallel::in_parallel;
 use super::progress::Progress;
 use super::reply::shards;
 use crate::{Error, Result};
@@ -85,7 +86,7 @@ impl<'a> Remote<'a> {
         self.range(&file, range)
     }
 
-    /// The headers of all weight files, in the order of their names.
+    /// The headers of all weight files, in the order of their names, by a few small range requests each.
     ///
     /// # Errors
     /// [`HubErrorKind::FileNotFound`] if there are no weights in safetensors format.
@@ -98,7 +99,10 @@ impl<'a> Remote<'a> {
             }) => vec![SINGLE.to_owned()],
             Err(error) => return Err(error),
         };
-        names.iter().map(|name| self.header(name)).collect()
+        let stop = AtomicBool::new(false);
+        in_parallel(self.client.options.workers, &stop, names, |name| {
+            self.header(&name)
+        })
     }
 
     /// The header of one safetensors file.

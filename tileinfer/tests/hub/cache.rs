@@ -432,3 +432,9 @@ fn bad_settings_are_usage_errors() {
     options.ca_bundle = Some(world.folder.path().join("none.pem"));
     assert!(matches!(Hub::new(options), Err(Error::Io { .. })));
 }
+
+#[test]
+fn a_hub_can_be_shared_between_threads() {
+    fn shared<T: Send + Sync>() {}
+    shared::<Hub>();
+}

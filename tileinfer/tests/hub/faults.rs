@@ -588,6 +588,33 @@ fn names_from_the_server_cannot_leave_the_cache() {
 }
 
 #[test]
+fn an_index_that_is_no_index() {
+    let world = World::new();
+    let size = Fault::With("X-Linked-Size", (1u64 << 40).to_string());
+    world.hub.fault(
+        Server::Hub,
+        "HEAD",
+        "model.safetensors.index.json",
+        99,
+        size,
+    );
+    fails(&world, &HubErrorKind::BadReply);
+
+    let world = World::new();
+    let files: [(&str, &[u8]); 2] = [
+        ("config.json", b"{}"),
+        ("model.safetensors.index.json", b"<html>"),
+    ];
+    world.hub.commit(REPO, SECOND, &["main"], &files);
+    let error = world.pull().unwrap_err();
+    assert!(matches!(error, Error::BadModel { .. }), "{error}");
+    assert!(
+        error.to_string().contains("model.safetensors.index.json"),
+        "{error}"
+    );
+}
+
+#[test]
 fn a_commit_must_stay_the_same_while_pulling() {
     let world = World::new();
     world.hub.fault(
