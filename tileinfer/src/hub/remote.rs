@@ -2,6 +2,7 @@
 //! Leaves nothing in the cache.
 
 use std::ops::Range;
+use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
 use super::cache::{CONFIG, INDEX, SINGLE};
@@ -11,12 +12,11 @@ use super::name::{RepoId, is_safe_path};
 use super::parallel::in_parallel;
 use super::progress::Progress;
 use super::reply::shards;
+use crate::weights::Header;
 use crate::{Error, Result};
 
 /// Largest file that is read into memory.
 const MAX_FILE_BYTES: u64 = 256 << 20;
-/// Largest header of a safetensors file, by its format.
-const MAX_HEADER_BYTES: u64 = 100_000_000;
 /// Bytes of a safetensors file asked for first: most headers fit.
 const FIRST_READ: u64 = 64 << 10;
 
@@ -33,10 +33,10 @@ pub struct Remote<'a> {
 pub struct RemoteHeader {
     /// Path of the file in the repository.
     pub path: String,
-    /// Length of the file in bytes, if the hub says.
-    pub size: Option<u64>,
-    /// The header: JSON, without the eight bytes of its length.
-    pub json: Vec<u8>,
+    /// Length of the file in bytes.
+    pub size: u64,
+    /// Names, types and shapes of its tensors.
+    pub header: Header,
 }
 
 impl<'a> Remote<'a> {
@@ -106,29 +106,27 @@ impl<'a> Remote<'a> {
     }
 
     /// The header of one safetensors file.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read); and [`Error::BadModel`] if it is not such a file.
     pub fn header(&self, path: &str) -> Result<RemoteHeader> {
         let file = self.describe(path)?;
-        let size = file.facts.size;
-        let first = self.range(&file, 0..size.map_or(8, |size| size.min(FIRST_READ)))?;
-        let length = match first.first_chunk::<8>() {
-            Some(bytes) => u64::from_le_bytes(*bytes),
-            None => 0,
+        let Some(size) = file.facts.size else {
+            return Err(HubErrorKind::BadReply.error(format!(
+                "the hub does not say how long {path} of {} is",
+                self.repo
+            )));
         };
-        if !(2..=MAX_HEADER_BYTES).contains(&length) || size.is_some_and(|size| length > size - 8) {
-            return Err(Error::bad_model(
-                path,
-                format!("it is not a safetensors file: its header would have {length} bytes"),
-            ));
+        let name = Path::new(path);
+        let mut head = self.range(&file, 0..size.min(FIRST_READ))?;
+        let end = Header::data_start(name, &head, size)? as u64;
+        if (head.len() as u64) < end {
+            head.extend(self.range(&file, head.len() as u64..end)?);
         }
-        let mut json = first[8..].to_vec();
-        if (json.len() as u64) < length {
-            json.extend(self.range(&file, 8 + json.len() as u64..8 + length)?);
-        }
-        json.truncate(length as usize);
         Ok(RemoteHeader {
             path: path.to_owned(),
             size,
-            json,
+            header: Header::parse(name, &head, size)?,
         })
     }
 

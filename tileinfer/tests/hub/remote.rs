@@ -1,21 +1,23 @@
 //! Looking at a model without downloading it.
 
 use tileinfer::hub::{HubErrorKind, Silent};
+use tileinfer::weights::Header;
 
 use super::mock::{Fault, Server};
 use super::*;
 
-/// A safetensors file with a header of about `length` bytes and `data` bytes after it.
-fn weights(length: usize, data: usize) -> (Vec<u8>, Vec<u8>) {
-    let json = format!(
-        "{{\"__metadata__\":{{\"pad\":\"{}\"}}}}",
-        "x".repeat(length)
-    )
-    .into_bytes();
+/// A safetensors file with a header of at least `length` bytes and one tensor of `data` bytes, and its header.
+fn weights(length: usize, data: usize) -> (Vec<u8>, Header) {
+    let json = serde_json::json!({
+        "__metadata__": {"pad": "x".repeat(length)},
+        "w": {"dtype": "BF16", "shape": [data / 2], "data_offsets": [0, data]},
+    })
+    .to_string();
     let mut file = (json.len() as u64).to_le_bytes().to_vec();
-    file.extend(&json);
+    file.extend(json.bytes());
     file.extend(noise(data, 5));
-    (file, json)
+    let header = Header::parse(Path::new("w"), &file, file.len() as u64).unwrap();
+    (file, header)
 }
 
 fn error_of<T>(result: tileinfer::Result<T>) -> Error {
@@ -28,8 +30,8 @@ fn error_of<T>(result: tileinfer::Result<T>) -> Error {
 #[test]
 fn headers_come_by_range_requests() {
     let world = World::new();
-    let (small, small_json) = weights(100, 3_000_000);
-    let (large, large_json) = weights(200_000, 3_000_000);
+    let (small, small_header) = weights(100, 3_000_000);
+    let (large, large_header) = weights(200_000, 3_000_000);
     let index = br#"{"weight_map":{"a":"a.safetensors","b":"b.safetensors"}}"#;
     world.hub.commit(
         REPO,
@@ -49,13 +51,14 @@ fn headers_come_by_range_requests() {
     let headers = remote.headers().unwrap();
     assert_eq!(headers.len(), 2);
     assert_eq!(
-        (&headers[0].json, headers[0].size),
-        (&small_json, Some(small.len() as u64))
+        (&headers[0].header, headers[0].size),
+        (&small_header, small.len() as u64)
     );
     assert_eq!(
-        (&headers[1].json, headers[1].size),
-        (&large_json, Some(large.len() as u64))
+        (&headers[1].header, headers[1].size),
+        (&large_header, large.len() as u64)
     );
+    assert_eq!(headers[1].header.tensors[0].shape, [1_500_000]);
     std::thread::sleep(Duration::from_millis(50));
     let sent: usize = world.hub.seen().iter().map(|seen| seen.sent).sum();
     assert!(sent < 400_000, "{sent}");
@@ -65,7 +68,7 @@ fn headers_come_by_range_requests() {
 #[test]
 fn ranges_that_are_ignored_cut_or_refused() {
     let world = World::new();
-    let (file, json) = weights(100_000, 100_000);
+    let (file, header) = weights(100_000, 100_000);
     world.hub.commit(
         "solo",
         FIRST,
@@ -82,7 +85,7 @@ fn ranges_that_are_ignored_cut_or_refused() {
         world
             .hub
             .fault(Server::Storage, "GET", "model.safetensors", 2, fault);
-        assert_eq!(remote.headers().unwrap()[0].json, json);
+        assert_eq!(remote.headers().unwrap()[0].header, header);
     }
     assert_eq!(
         remote.read_range("model.safetensors", 3..11).unwrap(),
