@@ -3,12 +3,10 @@
 use std::path::Path;
 
 use tileinfer::backend::ReferenceBackend;
-use tileinfer::testing::{GOLDEN_MODELS, golden_model};
+use tileinfer::testing::golden_models;
 
 #[test]
 fn reference_matches_transformers() {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../testdata/golden");
-    for name in GOLDEN_MODELS {
-        golden_model(&ReferenceBackend::new, &golden, name, 5e-4);
-    }
+    golden_models(&ReferenceBackend::new, &golden, 5e-4);
 }

@@ -27,12 +27,21 @@ fn tokenizer() -> Tokenizer {
 }
 
 fn fake(max_length: usize) -> FakeOptions {
-    FakeOptions { vocabulary: 640, max_length, page_size: 4, pages: max_length.div_ceil(4), ..FakeOptions::default() }
+    FakeOptions {
+        vocabulary: 640,
+        max_length,
+        page_size: 4,
+        pages: max_length.div_ceil(4),
+        ..FakeOptions::default()
+    }
 }
 
 fn session_options(max_tokens: Option<usize>) -> SessionOptions {
     SessionOptions {
-        sampling: SamplingParams { temperature: 1.0, ..SamplingParams::default() },
+        sampling: SamplingParams {
+            temperature: 1.0,
+            ..SamplingParams::default()
+        },
         seed: 17,
         stop_ids: vec![END],
         stop_strings: Vec::new(),
@@ -43,7 +52,12 @@ fn session_options(max_tokens: Option<usize>) -> SessionOptions {
 
 fn session(fake: &FakeOptions, options: SessionOptions) -> Session {
     let steps = StepLoop::new(Box::new(FakeRunner::new(fake)));
-    Session::new(steps, tokenizer(), ChatTemplate::load(&dir()).unwrap(), options)
+    Session::new(
+        steps,
+        tokenizer(),
+        ChatTemplate::load(&dir()).unwrap(),
+        options,
+    )
 }
 
 fn reply(session: &mut Session, text: &str) -> Result<Reply> {
@@ -63,16 +77,23 @@ fn cold(prompt: &[u32], options: &SessionOptions, fake: &FakeOptions) -> Vec<u32
     };
     let sequence = steps.new_sequence();
     let on_token = &mut |_: &_| ControlFlow::Continue(());
-    generate(&mut steps, sequence, prompt, options, &mut |_| (), on_token).unwrap().tokens
+    generate(&mut steps, sequence, prompt, options, &mut |_| (), on_token)
+        .unwrap()
+        .tokens
 }
 
 fn chatml(messages: &[ChatMessage]) -> String {
-    let turns = messages.iter().map(|turn| format!("<|im_start|>{}\n{}<|im_end|>\n", turn.role, turn.content));
+    let turns = messages
+        .iter()
+        .map(|turn| format!("<|im_start|>{}\n{}<|im_end|>\n", turn.role, turn.content));
     turns.collect::<String>() + "<|im_start|>assistant\n"
 }
 
 fn common_prefix(one: &[u32], other: &[u32]) -> usize {
-    one.iter().zip(other).take_while(|(one, other)| one == other).count()
+    one.iter()
+        .zip(other)
+        .take_while(|(one, other)| one == other)
+        .count()
 }
 
 #[test]
@@ -83,7 +104,15 @@ fn turns_reuse_what_they_share_with_the_cache() {
     session.set_system(Some("Be brief.".to_owned()));
     let mut messages = vec![ChatMessage::new("system", "Be brief.")];
     let mut cached: Vec<u32> = Vec::new();
-    for (turn, text) in ["Who are you?", "And why?", "", "What is 2 + 2? 🙂 Jetzt auf Deutsch."].into_iter().enumerate() {
+    for (turn, text) in [
+        "Who are you?",
+        "And why?",
+        "",
+        "What is 2 + 2? 🙂 Jetzt auf Deutsch.",
+    ]
+    .into_iter()
+    .enumerate()
+    {
         messages.push(ChatMessage::new("user", text));
         let prompt = tokenizer().encode(&chatml(&messages), false).unwrap();
         let tokens = cold(&prompt, &options, &fake);
@@ -95,14 +124,25 @@ fn turns_reuse_what_they_share_with_the_cache() {
             ControlFlow::Continue(())
         };
         let reply = session.reply(text, &mut |_| (), on_text).unwrap();
-        let end = if tokens.last() == Some(&END) { FinishReason::Stop } else { FinishReason::Length };
+        let end = if tokens.last() == Some(&END) {
+            FinishReason::Stop
+        } else {
+            FinishReason::Length
+        };
         assert_eq!((reply.finish, reply.context_full), (end, false));
         assert_eq!(reply.text, tokenizer().decode(&tokens, true), "turn {turn}");
         assert_eq!(reply.text, streamed);
 
         let stats: &TurnStats = &reply.stats;
-        assert_eq!((stats.prompt_tokens, stats.completion_tokens), (prompt.len(), tokens.len()));
-        assert_eq!(stats.cached_tokens, common_prefix(&cached, &prompt).min(prompt.len() - 1), "turn {turn}");
+        assert_eq!(
+            (stats.prompt_tokens, stats.completion_tokens),
+            (prompt.len(), tokens.len())
+        );
+        assert_eq!(
+            stats.cached_tokens,
+            common_prefix(&cached, &prompt).min(prompt.len() - 1),
+            "turn {turn}"
+        );
         assert!(turn == 0 || stats.cached_tokens > 5 * turn, "{stats:?}");
 
         messages.push(ChatMessage::new("assistant", reply.text));
@@ -144,28 +184,51 @@ fn an_edit_reuses_the_longest_common_prefix() {
     let prompt = tokenizer().encode(&chatml(&messages), false).unwrap();
     let shared = common_prefix(&before, &prompt);
     assert_eq!(edited.stats.cached_tokens, shared);
-    assert!(shared > tokenizer().encode(&chatml(&messages[..1]), false).unwrap().len());
-    assert_eq!(edited.text, tokenizer().decode(&cold(&prompt, &options, &fake), true));
+    assert!(
+        shared
+            > tokenizer()
+                .encode(&chatml(&messages[..1]), false)
+                .unwrap()
+                .len()
+    );
+    assert_eq!(
+        edited.text,
+        tokenizer().decode(&cold(&prompt, &options, &fake), true)
+    );
 
     // Asks the same again: all but the last token of the prompt is there.
     messages.pop();
     session.set_messages(messages);
     let repeated = reply(&mut session, "And about the valleys.").unwrap();
-    assert_eq!((repeated.text, repeated.stats.cached_tokens), (edited.text, prompt.len() - 1));
+    assert_eq!(
+        (repeated.text, repeated.stats.cached_tokens),
+        (edited.text, prompt.len() - 1)
+    );
 
     // Another system message changes all that follows.
     let prompt = session.prompt().unwrap();
     session.set_system(Some("Answer in verse.".to_owned()));
     let shared = common_prefix(&prompt, &session.prompt().unwrap());
     assert!(shared < 4);
-    assert_eq!(reply(&mut session, "Go on.").unwrap().stats.cached_tokens, shared);
+    assert_eq!(
+        reply(&mut session, "Go on.").unwrap().stats.cached_tokens,
+        shared
+    );
     session.set_system(None);
-    assert!(session.messages().iter().all(|message| message.role != "system"));
+    assert!(
+        session
+            .messages()
+            .iter()
+            .all(|message| message.role != "system")
+    );
 }
 
 #[test]
 fn an_error_leaves_the_conversation_as_it_was() {
-    let fake = FakeOptions { pages: 24, ..fake(160) };
+    let fake = FakeOptions {
+        pages: 24,
+        ..fake(160)
+    };
     let mut session = session(&fake, session_options(Some(4)));
     let first = reply(&mut session, "Hello").unwrap();
     let messages = session.messages().to_vec();
@@ -177,7 +240,10 @@ fn an_error_leaves_the_conversation_as_it_was() {
     let error = reply(&mut session, &long).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Usage);
     let text = error.to_string();
-    assert!(text.starts_with("the context is full: ") && text.contains("the limit is 160"), "{text}");
+    assert!(
+        text.starts_with("the context is full: ") && text.contains("the limit is 160"),
+        "{text}"
+    );
     assert_eq!(session.messages(), messages);
 
     // Shorter than that, but longer than there are pages for.
@@ -186,9 +252,17 @@ fn an_error_leaves_the_conversation_as_it_was() {
     assert!((97..130).contains(&needed), "{needed}");
     let error = reply(&mut session, &long).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Overload);
-    assert!(error.to_string().starts_with("the KV cache is out of pages: "), "{error}");
+    assert!(
+        error
+            .to_string()
+            .starts_with("the KV cache is out of pages: "),
+        "{error}"
+    );
     assert_eq!(session.messages(), messages);
-    assert_eq!((session.steps().pool().free(), session.steps().in_flight()), (24, 0));
+    assert_eq!(
+        (session.steps().pool().free(), session.steps().in_flight()),
+        (24, 0)
+    );
 
     // A stop string that cannot be one.
     session.options.stop_strings = vec![String::new()];
@@ -199,7 +273,10 @@ fn an_error_leaves_the_conversation_as_it_was() {
 
     session.options.sampling.top_p = 0.0;
     let error = reply(&mut session, "Hello").unwrap_err();
-    assert_eq!(error.to_string(), "top_p is 0, it must be above 0 and at most 1 (1 is off)");
+    assert_eq!(
+        error.to_string(),
+        "top_p is 0, it must be above 0 and at most 1 (1 is off)"
+    );
     assert_eq!(session.messages(), messages);
     session.options.sampling.top_p = 1.0;
 
@@ -213,7 +290,11 @@ fn a_refused_turn_keeps_the_cache() {
     let mut session = session(&fake, session_options(Some(4)));
     reply(&mut session, "Hello").unwrap();
     let free = session.steps().pool().free();
-    reply(&mut session, &"one two three four five six seven ".repeat(20)).unwrap_err();
+    reply(
+        &mut session,
+        &"one two three four five six seven ".repeat(20),
+    )
+    .unwrap_err();
     session.options.stop_strings = vec![String::new()];
     reply(&mut session, "Hello").unwrap_err();
     session.options.stop_strings.clear();
@@ -227,40 +308,67 @@ fn a_refused_turn_keeps_the_cache() {
 #[test]
 fn the_context_can_be_full_in_the_middle_of_an_answer() {
     let fake = fake(48);
-    let options = SessionOptions { stop_ids: Vec::new(), ..session_options(None) };
+    let options = SessionOptions {
+        stop_ids: Vec::new(),
+        ..session_options(None)
+    };
     let mut session = session(&fake, options);
     let full = reply(&mut session, "Hello").unwrap();
-    assert_eq!((full.finish, full.context_full), (FinishReason::Length, true));
+    assert_eq!(
+        (full.finish, full.context_full),
+        (FinishReason::Length, true)
+    );
     assert_eq!(full.stats.prompt_tokens + full.stats.completion_tokens, 48);
     let messages = session.messages().to_vec();
     assert_eq!(messages.len(), 2);
     let error = reply(&mut session, "Go on").unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Usage);
-    assert!(error.to_string().contains("shorten the prompt, ask for fewer tokens or raise the context size"), "{error}");
+    assert!(
+        error
+            .to_string()
+            .contains("shorten the prompt, ask for fewer tokens or raise the context size"),
+        "{error}"
+    );
     assert_eq!(session.messages(), messages);
 
     session.reset();
     session.options.max_tokens = Some(3);
     let short = reply(&mut session, "Hello").unwrap();
-    assert_eq!((short.finish, short.context_full), (FinishReason::Length, false));
+    assert_eq!(
+        (short.finish, short.context_full),
+        (FinishReason::Length, false)
+    );
     assert_eq!(short.stats.completion_tokens, 3);
 }
 
 #[test]
 fn breaking_off_keeps_what_came_until_then() {
     let fake = fake(512);
-    let mut session = session(&fake, SessionOptions { stop_ids: Vec::new(), ..session_options(Some(40)) });
+    let mut session = session(
+        &fake,
+        SessionOptions {
+            stop_ids: Vec::new(),
+            ..session_options(Some(40))
+        },
+    );
     let whole = reply(&mut session, "Hello").unwrap();
     for pieces in 1..6 {
         session.reset();
         let mut shown = Vec::new();
         let on_text = &mut |piece: &str| {
             shown.push(piece.to_owned());
-            if shown.len() < pieces { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
+            if shown.len() < pieces {
+                ControlFlow::Continue(())
+            } else {
+                ControlFlow::Break(())
+            }
         };
         let part = session.reply("Hello", &mut |_| (), on_text).unwrap();
         assert_eq!(shown.len(), pieces, "text after breaking off: {shown:?}");
-        assert_eq!((part.text, part.finish), (shown.concat(), FinishReason::Stop));
+        assert_eq!(
+            (part.text, part.finish),
+            (shown.concat(), FinishReason::Stop)
+        );
         assert!(whole.text.starts_with(&shown.concat()));
         assert_eq!(session.messages()[1].content, shown.concat());
         assert!(part.stats.completion_tokens < 40);
@@ -270,7 +378,13 @@ fn breaking_off_keeps_what_came_until_then() {
 #[test]
 fn a_stop_string_ends_the_answer_and_is_not_part_of_it() {
     let fake = fake(512);
-    let mut session = session(&fake, SessionOptions { stop_ids: Vec::new(), ..session_options(Some(30)) });
+    let mut session = session(
+        &fake,
+        SessionOptions {
+            stop_ids: Vec::new(),
+            ..session_options(Some(30))
+        },
+    );
     let whole = reply(&mut session, "Hello").unwrap();
     let characters: Vec<char> = whole.text.chars().collect();
     assert!(characters.len() > 20, "{:?}", whole.text);
@@ -288,14 +402,23 @@ fn a_stop_string_ends_the_answer_and_is_not_part_of_it() {
         assert_eq!(part.text, whole.text[..start], "{stop:?}");
         assert_eq!(part.text, streamed);
         // The last one is complete with the last token that was asked for, and counts all the same.
-        assert_eq!((part.finish, part.context_full), (FinishReason::Stop, false), "{stop:?}");
+        assert_eq!(
+            (part.finish, part.context_full),
+            (FinishReason::Stop, false),
+            "{stop:?}"
+        );
         assert_eq!(session.messages()[1].content, part.text);
         // What the cache holds beyond the answer does no harm.
         session.options.stop_strings.clear();
         let next = reply(&mut session, "Go on").unwrap();
         let messages = session.messages();
-        let prompt = tokenizer().encode(&chatml(&messages[..messages.len() - 1]), false).unwrap();
-        assert_eq!(next.text, tokenizer().decode(&cold(&prompt, &session.options, &fake), true));
+        let prompt = tokenizer()
+            .encode(&chatml(&messages[..messages.len() - 1]), false)
+            .unwrap();
+        assert_eq!(
+            next.text,
+            tokenizer().decode(&cold(&prompt, &session.options, &fake), true)
+        );
     }
 }
 
@@ -306,15 +429,31 @@ fn a_text_is_continued_outside_of_the_conversation() {
     let mut session = session(&fake, options.clone());
     reply(&mut session, "Hello").unwrap();
     let messages = session.messages().to_vec();
-    let mut continue_text = |text: &str| session.continue_text(text, &mut |_| (), &mut |_| ControlFlow::Continue(()));
+    let mut continue_text =
+        |text: &str| session.continue_text(text, &mut |_| (), &mut |_| ControlFlow::Continue(()));
     let prompt = tokenizer().encode_prompt("Once upon a time").unwrap();
     let first = continue_text("Once upon a time").unwrap();
-    assert_eq!(first.text, tokenizer().decode(&cold(&prompt, &options, &fake), true));
-    assert_eq!((first.stats.cached_tokens, first.stats.prompt_tokens), (0, prompt.len()));
-    assert_eq!(continue_text("Once upon a time").unwrap().stats.cached_tokens, prompt.len() - 1);
+    assert_eq!(
+        first.text,
+        tokenizer().decode(&cold(&prompt, &options, &fake), true)
+    );
+    assert_eq!(
+        (first.stats.cached_tokens, first.stats.prompt_tokens),
+        (0, prompt.len())
+    );
+    assert_eq!(
+        continue_text("Once upon a time")
+            .unwrap()
+            .stats
+            .cached_tokens,
+        prompt.len() - 1
+    );
     let error = continue_text("").unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Usage);
-    assert_eq!(error.to_string(), "the prompt is empty: there is nothing to continue");
+    assert_eq!(
+        error.to_string(),
+        "the prompt is empty: there is nothing to continue"
+    );
     assert_eq!(session.messages(), messages);
 }
 
@@ -331,8 +470,18 @@ fn rates_are_of_the_tokens_that_ran() {
     let none = GenerationStats::default();
     assert_eq!((none.prefill_rate(), none.decode_rate()), (0.0, 0.0));
 
-    let fake = FakeOptions { latency: Duration::from_millis(3), max_rows: 8, ..fake(512) };
-    let mut session = session(&fake, SessionOptions { stop_ids: Vec::new(), ..session_options(Some(5)) });
+    let fake = FakeOptions {
+        latency: Duration::from_millis(3),
+        max_rows: 8,
+        ..fake(512)
+    };
+    let mut session = session(
+        &fake,
+        SessionOptions {
+            stop_ids: Vec::new(),
+            ..session_options(Some(5))
+        },
+    );
     let stats = reply(&mut session, "Hello").unwrap().stats;
     let steps_to_first = stats.prompt_tokens.div_ceil(8) as u32;
     assert!(steps_to_first > 1);
@@ -345,7 +494,10 @@ fn special_tokens_are_not_shown() {
     let fake = fake(256);
     let mut steps = StepLoop::new(Box::new(FakeRunner::new(&fake)));
     let options = |stop_ids: &[u32], bias| GenerationOptions {
-        sampling: Arc::new(SamplingParams { logit_bias: vec![(bias, 100.0)], ..SamplingParams::default() }),
+        sampling: Arc::new(SamplingParams {
+            logit_bias: vec![(bias, 100.0)],
+            ..SamplingParams::default()
+        }),
         seed: 0,
         max_tokens: Some(3),
         stop_ids: stop_ids.into(),
@@ -362,7 +514,20 @@ fn special_tokens_are_not_shown() {
     ] {
         let sequence = steps.new_sequence();
         let on_text = &mut |_: &str| ControlFlow::Continue(());
-        let answer = answer(&mut steps, &tokenizer(), sequence, &[1, 2], options, &[], &mut |_| (), on_text).unwrap();
-        assert_eq!((answer.text.as_str(), answer.generated.tokens), (text, tokens));
+        let answer = answer(
+            &mut steps,
+            &tokenizer(),
+            sequence,
+            &[1, 2],
+            options,
+            &[],
+            &mut |_| (),
+            on_text,
+        )
+        .unwrap();
+        assert_eq!(
+            (answer.text.as_str(), answer.generated.tokens),
+            (text, tokens)
+        );
     }
 }

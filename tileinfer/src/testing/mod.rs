@@ -6,6 +6,9 @@ mod numbers;
 mod same_text;
 
 pub use conformance::conformance;
-pub use golden::{GOLDEN_MODELS, golden_model, greedy, load, span, tokens};
+pub use golden::{
+    GOLDEN_MODELS, GoldenReport, golden_model, golden_models, golden_smollm2, greedy, load, span,
+    tokens,
+};
 pub use numbers::{Numbers, assert_close, weight};
 pub use same_text::{SAME_TEXT_MODELS, same_text, same_text_model};
