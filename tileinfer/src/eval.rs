@@ -19,7 +19,10 @@ pub fn teacher_force(
     }
     let limit = steps.limits().max_length;
     if ids.len() > limit {
-        return Err(Error::ContextFull { needed: ids.len(), limit });
+        return Err(Error::ContextFull {
+            needed: ids.len(),
+            limit,
+        });
     }
     let mut sequence = steps.new_sequence();
     let width = steps.limits().head_rows;
@@ -58,15 +61,12 @@ pub fn log_sum_exp(logits: &[f32]) -> Result<f64> {
         .map(|&logit| f64::from(logit - max).exp())
         .sum();
     if sum.is_nan() || max == f32::INFINITY {
-<<<<<<< HEAD
-        let broken = logits.iter().copied().find(|logit| !logit.is_finite()).unwrap_or(f32::NAN);
+        let broken = logits
+            .iter()
+            .copied()
+            .find(|logit| !logit.is_finite())
+            .unwrap_or(f32::NAN);
         return Err(broken_logits(&format!("a logit is {broken}")));
-=======
-        return Err(Error::bad_model(
-            "model",
-            "the logits are not numbers: are the weights damaged?",
-        ));
->>>>>>> main
     }
     Ok(f64::from(max) + sum.ln())
 }

@@ -69,7 +69,11 @@ struct SpanInFlight {
 impl SpanInFlight {
     /// Tokens that it samples.
     fn samples(&self) -> usize {
-        if self.samples { 1 + self.drafts.len() } else { 0 }
+        if self.samples {
+            1 + self.drafts.len()
+        } else {
+            0
+        }
     }
 }
 
@@ -198,23 +202,26 @@ impl StepLoop {
         let mut batch = Batch::default();
         let mut spans = Vec::with_capacity(plan.len());
         for (i, planned) in plan.iter().enumerate() {
-            let generation = self.get(planned.slot).ok_or_else(|| unknown(planned.slot))?;
+            let generation = self
+                .get(planned.slot)
+                .ok_or_else(|| unknown(planned.slot))?;
             if plan[..i].iter().any(|earlier| earlier.slot == planned.slot) {
-                return Err(Error::Bug(format!("slot {} is planned twice", planned.slot.index)));
+                return Err(Error::Bug(format!(
+                    "slot {} is planned twice",
+                    planned.slot.index
+                )));
             }
-            self.reserve(planned.slot, planned.rows + generation.useful(&planned.drafts).len())?;
+            self.reserve(
+                planned.slot,
+                planned.rows + generation.useful(&planned.drafts).len(),
+            )?;
         }
         // Where each generation's token stands among the samples of the step before.
         let newest = self.flight.back().map_or(&[][..], |step| &step.spans);
-<<<<<<< HEAD
-        let sampling: Vec<Slot> = newest.iter().flat_map(|span| std::iter::repeat_n(span.slot, span.samples())).collect();
-=======
         let sampling: Vec<Slot> = newest
             .iter()
-            .filter(|span| span.samples)
-            .map(|span| span.slot)
+            .flat_map(|span| std::iter::repeat_n(span.slot, span.samples()))
             .collect();
->>>>>>> main
         for Planned { slot, rows, drafts } in plan {
             let generation = self.get(*slot).ok_or_else(|| unknown(*slot))?;
             let drafts = generation.useful(drafts);
@@ -255,12 +262,6 @@ impl StepLoop {
             if !drafts.is_empty() && !generation.takes_drafts() {
                 return Err(Error::Bug("drafts follow one known last token".to_owned()));
             }
-<<<<<<< HEAD
-            batch.copies.extend(generation.copies.iter().map(|copy| copy.pages()));
-            batch.spans.push(Span { input, start, table: generation.sequence.table(), want });
-            let (rows, drafts, epoch) = (*rows, drafts.to_vec(), generation.epoch);
-            spans.push(SpanInFlight { slot: *slot, start, rows, drafts, samples, epoch });
-=======
             batch
                 .copies
                 .extend(generation.copies.iter().map(|copy| copy.pages()));
@@ -270,7 +271,7 @@ impl StepLoop {
                 table: generation.sequence.table(),
                 want,
             });
-            let (rows, drafts, epoch) = (*rows, drafts.clone(), generation.epoch);
+            let (rows, drafts, epoch) = (*rows, drafts.to_vec(), generation.epoch);
             spans.push(SpanInFlight {
                 slot: *slot,
                 start,
@@ -279,7 +280,6 @@ impl StepLoop {
                 samples,
                 epoch,
             });
->>>>>>> main
         }
         let ticket = self.runner.launch(&batch)?;
         for span in &spans {
@@ -295,8 +295,9 @@ impl StepLoop {
     }
 
     fn commit(&mut self) -> Result<Vec<Advance>> {
-<<<<<<< HEAD
-        let Some(step) = self.flight.pop_front() else { return Ok(Vec::new()) };
+        let Some(step) = self.flight.pop_front() else {
+            return Ok(Vec::new());
+        };
         let output = match self.runner.read(step.ticket) {
             Ok(output) => output,
             Err(error) => {
@@ -311,27 +312,14 @@ impl StepLoop {
         };
         let mut advances = Vec::with_capacity(step.spans.len());
         for (span, output) in step.spans.into_iter().zip(output.spans) {
-            let is_newest = !self.flight.iter().flat_map(|step| &step.spans).any(|later| later.slot == span.slot);
-            let Some(generation) = self.get_mut(span.slot) else { continue };
-=======
-        let Some(step) = self.flight.pop_front() else {
-            return Ok(Vec::new());
-        };
-        let output = self.runner.read(step.ticket)?;
-        let still_in_flight = |flight: &VecDeque<InFlight>, slot| {
-            flight.iter().any(|step| {
-                step.spans
-                    .iter()
-                    .any(|span| span.slot == slot && span.samples)
-            })
-        };
-        let mut advances = Vec::with_capacity(step.spans.len());
-        for (span, output) in step.spans.into_iter().zip(output.spans) {
-            let awaits = still_in_flight(&self.flight, span.slot);
+            let is_newest = !self
+                .flight
+                .iter()
+                .flat_map(|step| &step.spans)
+                .any(|later| later.slot == span.slot);
             let Some(generation) = self.get_mut(span.slot) else {
                 continue;
             };
->>>>>>> main
             if generation.finish.is_some() || generation.epoch != span.epoch {
                 // It ended, or was preempted, while this step was in flight.
                 continue;
