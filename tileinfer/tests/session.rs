@@ -247,7 +247,7 @@ fn an_error_leaves_the_conversation_as_it_was() {
     assert_eq!(session.messages(), messages);
 
     // Shorter than that, but longer than there are pages for.
-    let long = "one two three four five ".repeat(6);
+    let long = "one two three four five ".repeat(7);
     let needed = tokenizer().encode(&long, false).unwrap().len();
     assert!((97..130).contains(&needed), "{needed}");
     let error = reply(&mut session, &long).unwrap_err();

@@ -74,18 +74,7 @@ impl Generation {
         options: GenerationOptions,
         max_length: usize,
     ) -> Result<Self> {
-        if prompt.is_empty() {
-            return Err(Error::usage(
-                "the prompt is empty: there is nothing to continue",
-            ));
-        }
-        if prompt.len() >= max_length {
-            return Err(Error::ContextFull {
-                needed: prompt.len() + 1,
-                limit: max_length,
-            });
-        }
-        options.sampling.validate()?;
+        Self::check(prompt, &options, max_length)?;
         let prefix = sequence.common_prefix(prompt).min(prompt.len() - 1);
         let cached_tokens = sequence.truncate(prefix);
         let limit = options.max_tokens.map_or(max_length, |most| {
@@ -113,6 +102,23 @@ impl Generation {
             options,
             limit,
         })
+    }
+
+    /// Refuses what [`Generation::new`] would refuse: an empty prompt, one that fills `max_length`, and sampling
+    /// parameters out of range.
+    pub fn check(prompt: &[u32], options: &GenerationOptions, max_length: usize) -> Result<()> {
+        if prompt.is_empty() {
+            return Err(Error::usage(
+                "the prompt is empty: there is nothing to continue",
+            ));
+        }
+        if prompt.len() >= max_length {
+            return Err(Error::ContextFull {
+                needed: prompt.len() + 1,
+                limit: max_length,
+            });
+        }
+        options.sampling.validate()
     }
 
     /// The generated tokens, an end token included.
