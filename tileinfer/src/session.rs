@@ -4,13 +4,13 @@
 use std::ops::ControlFlow;
 use std::sync::Arc;
 
+use crate::Result;
 use crate::chat::{ChatMessage, ChatRequest, ChatTemplate};
 use crate::engine::{FinishReason, Generation, GenerationOptions, StepLoop};
 use crate::generate::{GenerationStats, answer};
 use crate::kv::Sequence;
 use crate::sampling::SamplingParams;
 use crate::tokenizer::{StopStrings, Tokenizer};
-use crate::Result;
 
 /// How a session answers. May be changed between turns.
 #[derive(Debug, Clone)]
