@@ -20,4 +20,4 @@ pub mod eval;
 pub mod session;
 pub mod testing;
 
-pub use error::{Error, ErrorKind, HubErrorKind, Result};
+pub use error::{Error, ErrorKind, Result};
