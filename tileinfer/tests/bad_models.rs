@@ -11,7 +11,7 @@ use tempfile::TempDir;
 use tileinfer::backend::{ComputeType, ReferenceBackend};
 use tileinfer::chat::ChatTemplate;
 use tileinfer::config::ModelConfig;
-use tileinfer::engine::{GenerationOptions, StepLoop};
+use tileinfer::engine::{Generation, GenerationOptions, Planned, StepLoop};
 use tileinfer::eval;
 use tileinfer::generate::answer;
 use tileinfer::model::{DecoderLM, LoadOptions};
@@ -86,7 +86,13 @@ fn open(dir: &Path, kind: ComputeType) -> Result<StepLoop> {
     let backend = ReferenceBackend::new(kind);
     let load = LoadOptions { max_length: LENGTH };
     let model = DecoderLM::load(&backend, &config, &host, &load, &mut |_, _| ())?;
-    let runner = ModelRunner::new(backend, model, &RunnerOptions::for_length(LENGTH))?;
+    let options = RunnerOptions {
+        pages: 8,
+        max_spans: 2,
+        ..RunnerOptions::for_length(LENGTH)
+    };
+    // Two steps in flight, so that an error can come while one of them has not been read.
+    let runner = ModelRunner::new(backend, model, &options)?.with_depth(2);
     Ok(StepLoop::new(Box::new(runner)))
 }
 
@@ -484,5 +490,58 @@ fn missing_files() {
     assert_eq!(
         refused(&dir),
         "DIR: there is no config.json here; give the directory of a model in the Hugging Face layout"
+    );
+}
+
+#[test]
+fn a_step_that_fails_harms_nobody_else() {
+    let dir = model("llama-3heads");
+    // A row of the embedding: whoever's prompt holds token 300 has no logits.
+    poison(&dir, "model.embed_tokens.weight", 300 * 60, &[f32::NAN; 60]);
+    let options = GenerationOptions {
+        max_tokens: Some(8),
+        ..options(1.0)
+    };
+    let answer = |failing: bool| {
+        let mut steps = open(dir.path(), ComputeType::Bf16).unwrap();
+        let new = |steps: &StepLoop, prompt: &[u32]| {
+            Generation::new(steps.new_sequence(), prompt, options.clone(), LENGTH).unwrap()
+        };
+        let good = new(&steps, &[1, 2, 3]);
+        let good = steps.admit(good);
+        let mut failures = 0;
+        let mut tokens = Vec::new();
+        while steps.get(good).unwrap().finish().is_none() {
+            let rows = steps.get(good).unwrap().ready_rows();
+            let planned = |slot, rows| Planned {
+                slot,
+                rows,
+                drafts: Vec::new(),
+            };
+            if failing && rows > 0 {
+                let bad = new(&steps, &[5, 300, 7]);
+                let bad = steps.admit(bad);
+                let in_flight = steps.in_flight();
+                let error = steps
+                    .advance(&[planned(bad, 3), planned(good, rows)])
+                    .unwrap_err();
+                assert_eq!(error.kind(), ErrorKind::BadModel);
+                assert_eq!(steps.in_flight(), in_flight);
+                steps.remove(bad).unwrap();
+                failures += in_flight;
+            }
+            let plan = (rows > 0).then(|| planned(good, rows));
+            for advance in steps.advance(plan.as_slice()).unwrap() {
+                tokens.extend(advance.tokens.iter().map(|sampled| sampled.token));
+            }
+        }
+        (tokens, failures)
+    };
+    let ((alone, _), (disturbed, failures)) = (answer(false), answer(true));
+    assert_eq!(alone.len(), 8);
+    assert_eq!(disturbed, alone);
+    assert!(
+        failures > 4,
+        "{failures} steps failed while another was in flight"
     );
 }

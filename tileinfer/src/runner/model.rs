@@ -111,6 +111,12 @@ impl<B: Backend> ModelRunner<B> {
         })
     }
 
+    /// Keeps `depth` steps in flight, 1 or 2, instead of as many as suit the backend. The answers are the same.
+    pub fn with_depth(mut self, depth: usize) -> Self {
+        self.limits.depth = depth.clamp(1, 2);
+        self
+    }
+
     /// The backend, for tests and benchmarks.
     pub fn backend(&self) -> &B {
         &self.backend

@@ -50,7 +50,9 @@ pub fn same_text_model<B: Backend>(make: &dyn Fn(ComputeType) -> B, golden: &Pat
         suite.other_texts_beside();
         suite.cached_prefixes();
         suite.retired_pages();
-        crowd(&make, &dir, kind);
+        for depth in [1, 2] {
+            crowd(&make, &dir, kind, depth);
+        }
     }
 }
 
@@ -361,10 +363,11 @@ impl<B: Backend> Suite<B> {
 }
 
 /// Sampled answers: in a crowd that comes and goes as alone, and streamed as whole.
-fn crowd<B: Backend>(make: &dyn Fn(ComputeType) -> B, dir: &Path, kind: ComputeType) {
-    let what = format!("{}, {kind:?}", dir.display());
+fn crowd<B: Backend>(make: &dyn Fn(ComputeType) -> B, dir: &Path, kind: ComputeType, depth: usize) {
+    let what = format!("{}, {kind:?}, {depth} steps in flight", dir.display());
     let tokenizer = Tokenizer::from_dir(dir).unwrap();
-    let mut steps = StepLoop::new(Box::new(load(make(kind), dir, &options())));
+    let runner = load(make(kind), dir, &options()).with_depth(depth);
+    let mut steps = StepLoop::new(Box::new(runner));
     let mut numbers = Numbers::new(5);
     let requests: Vec<(Vec<u32>, GenerationOptions)> = (0..8)
         .map(|i| {
