@@ -21,7 +21,7 @@ use crate::cache::{Geometry, PART, Pages, UNIT};
 use crate::math::exp;
 use crate::pool::Pool;
 use crate::simd::{Isa, Kernel, Level};
-use crate::vector::for_lanes;
+use crate::vector::parts;
 use crate::{Rounding, SharedMut};
 
 /// Queries that a tile should have: enough to use what is read of a block many times, few enough that their
@@ -61,8 +61,10 @@ pub(crate) fn attention(
     let partial: usize = tiles.iter().map(|tile| tile.blocks.len() * call.partial_len(tile)).sum();
     if items >= 4 * pool.threads() || blocks == tiles.len() || partial * shape.kv_heads > MOST_PARTIAL {
         pool.run(items, |item| {
-            let (tile, head) = (&tiles[item / shape.kv_heads], item % shape.kv_heads);
-            level.dispatch(WholeTile { call: &call, tile, head });
+            let (call, tile, head) = (&call, &tiles[item / shape.kv_heads], item % shape.kv_heads);
+            with_scratch(call, tile, 2 * call.partial_len(tile), |scratch, partials| {
+                level.dispatch(WholeTile { call, tile, head, scratch, partials });
+            });
         });
         return;
     }
@@ -88,13 +90,18 @@ pub(crate) fn attention(
             let tile = &tiles[tile];
             // SAFETY: each item has its own partial result.
             let partial = unsafe { shared.range(at, call.partial_len(tile)) };
-            level.dispatch(OneBlock { call: &call, tile, head, block, partial });
+            with_scratch(&call, tile, 0, |scratch, _| {
+                level.dispatch(OneBlock { call: &call, tile, head, block, scratch, partial });
+            });
         });
         let mut at = 0;
         for tile in &tiles {
             for head in 0..shape.kv_heads {
                 let len = tile.blocks.len() * call.partial_len(tile);
-                level.dispatch(Merge { call: &call, tile, head, partials: &partial[at..at + len] });
+                let partials = &partial[at..at + len];
+                with_scratch(&call, tile, call.partial_len(tile), |_, state| {
+                    level.dispatch(Merge { call: &call, tile, head, partials, state });
+                });
                 at += len;
             }
         }
@@ -176,49 +183,48 @@ impl Call<'_> {
 }
 
 /// A tile and a kv head, all blocks.
-struct WholeTile<'a> {
+struct WholeTile<'a, 'b> {
     call: &'a Call<'a>,
     tile: &'a Tile,
     head: usize,
+    scratch: &'a mut Scratch<'b>,
+    /// Room for two partial results.
+    partials: &'a mut [f32],
 }
 
-impl Kernel for WholeTile<'_> {
+impl Kernel for WholeTile<'_, '_> {
     type Output = ();
     #[inline(always)]
     fn run<I: Isa>(self, isa: I) {
-        let WholeTile { call, tile, head } = self;
-        let len = call.partial_len(tile);
-        with_scratch(call, tile, 2 * len, |scratch, partials| {
-            let (state, partial) = partials.split_at_mut(len);
-            state.fill(0.0);
-            scratch.pack_queries::<I>(call, tile, head);
-            for block in tile.blocks.clone() {
-                fold_block(isa, call, tile, head, block, scratch, partial);
-                merge(isa, tile.queries, state, partial);
-            }
-            finish(isa, call, tile, head, state);
-        });
+        let WholeTile { call, tile, head, scratch, partials } = self;
+        let (state, partial) = partials.split_at_mut(call.partial_len(tile));
+        state.fill(0.0);
+        scratch.pack_queries::<I>(call, tile, head);
+        for block in tile.blocks.clone() {
+            fold_block(isa, call, tile, head, block, scratch, partial);
+            merge(isa, tile.queries, state, partial);
+        }
+        finish(isa, call, tile, head, state);
     }
 }
 
 /// A tile, a kv head and a block.
-struct OneBlock<'a> {
+struct OneBlock<'a, 'b> {
     call: &'a Call<'a>,
     tile: &'a Tile,
     head: usize,
     block: usize,
+    scratch: &'a mut Scratch<'b>,
     partial: &'a mut [f32],
 }
 
-impl Kernel for OneBlock<'_> {
+impl Kernel for OneBlock<'_, '_> {
     type Output = ();
     #[inline(always)]
     fn run<I: Isa>(self, isa: I) {
-        let OneBlock { call, tile, head, block, partial } = self;
-        with_scratch(call, tile, 0, |scratch, _| {
-            scratch.pack_queries::<I>(call, tile, head);
-            fold_block(isa, call, tile, head, block, scratch, partial);
-        });
+        let OneBlock { call, tile, head, block, scratch, partial } = self;
+        scratch.pack_queries::<I>(call, tile, head);
+        fold_block(isa, call, tile, head, block, scratch, partial);
     }
 }
 
@@ -228,21 +234,20 @@ struct Merge<'a> {
     tile: &'a Tile,
     head: usize,
     partials: &'a [f32],
+    /// Room for one partial result.
+    state: &'a mut [f32],
 }
 
 impl Kernel for Merge<'_> {
     type Output = ();
     #[inline(always)]
     fn run<I: Isa>(self, isa: I) {
-        let Merge { call, tile, head, partials } = self;
-        let len = call.partial_len(tile);
-        with_scratch(call, tile, len, |_, state| {
-            state.fill(0.0);
-            for partial in partials.chunks_exact(len) {
-                merge(isa, tile.queries, state, partial);
-            }
-            finish(isa, call, tile, head, state);
-        });
+        let Merge { call, tile, head, partials, state } = self;
+        state.fill(0.0);
+        for partial in partials.chunks_exact(call.partial_len(tile)) {
+            merge(isa, tile.queries, state, partial);
+        }
+        finish(isa, call, tile, head, state);
     }
 }
 
@@ -256,7 +261,7 @@ struct Scratch<'a> {
     units: &'a mut [f32],
 }
 
-#[inline(always)]
+/// Calls `f` with this thread's buffers and `more` floats besides.
 fn with_scratch(call: &Call<'_>, tile: &Tile, more: usize, f: impl FnOnce(&mut Scratch<'_>, &mut [f32])) {
     let head_dim = call.shape.head_dim;
     let (queries, scores) = (tile.queries * head_dim, tile.queries * KEY_BLOCK);
@@ -521,16 +526,16 @@ fn weights_of<I: Isa>(isa: I, scores: &mut [f32], touched: &Range<usize>, seen: 
     scores[seen.end - touched.start..].fill(f32::NEG_INFINITY);
     // Units are 64 keys: whole vectors on every level.
     let mut max = isa.splat(f32::NEG_INFINITY);
-    for_lanes(isa, scores.len(), |isa, at, part| {
+    for (at, part) in parts(isa, scores.len()) {
         max = isa.max(max, part.load(isa, &scores[at..]));
-    });
+    }
     let max = isa.reduce_max(max);
     let mut sum = isa.splat(0.0);
-    for_lanes(isa, scores.len(), |isa, at, part| {
+    for (at, part) in parts(isa, scores.len()) {
         let weight = exp(isa, isa.sub(part.load(isa, &scores[at..]), isa.splat(max)));
         sum = isa.add(sum, weight);
         part.store(isa, &mut scores[at..], weight);
-    });
+    }
     (max, isa.reduce_add(sum))
 }
 
@@ -621,11 +626,11 @@ fn merge<I: Isa>(isa: I, queries: usize, state: &mut [f32], block: &[f32]) {
         let both = if max > state[0] { max } else { state[0] };
         let old = exp(isa, isa.splat(state[0] - both));
         let new = exp(isa, isa.splat(max - both));
-        for_lanes(isa, padded, |isa, at, part| {
+        for (at, part) in parts(isa, padded) {
             let scaled = isa.mul(part.load(isa, &output[at..]), old);
             let sum = isa.mul_add(part.load(isa, &block_output[at..]), new, scaled);
             part.store(isa, &mut output[at..], sum);
-        });
+        }
         let total = isa.mul_add(isa.splat(sum), new, isa.mul(isa.splat(state[1]), old));
         state.copy_from_slice(&[both, isa.reduce_max(total)]);
     }

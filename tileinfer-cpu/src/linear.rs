@@ -15,11 +15,12 @@ use std::ops::Range;
 use crate::memory::Aligned;
 use crate::pool::Pool;
 use crate::simd::{Isa, Kernel, Level};
+use crate::vector::parts;
 use crate::{Rounding, SharedMut};
 
 /// Element type of a weight in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Element {
+pub(crate) enum Element {
     /// bfloat16.
     Bf16,
     /// IEEE half.
@@ -30,7 +31,7 @@ pub enum Element {
 
 impl Element {
     /// Bytes of one element.
-    pub fn bytes(self) -> usize {
+    pub(crate) fn bytes(self) -> usize {
         match self {
             Element::Bf16 | Element::F16 => 2,
             Element::F32 => 4,
@@ -40,7 +41,7 @@ impl Element {
 
 /// A weight of `rows` output features by `cols` inputs, row-major, little-endian, at any alignment.
 #[derive(Debug, Clone, Copy)]
-pub struct Matrix<'a> {
+pub(crate) struct Matrix<'a> {
     bytes: &'a [u8],
     element: Element,
     rows: usize,
@@ -49,29 +50,14 @@ pub struct Matrix<'a> {
 
 impl<'a> Matrix<'a> {
     /// A view of `bytes`; `None` if their number is not `rows * cols` elements.
-    pub fn new(bytes: &'a [u8], element: Element, rows: usize, cols: usize) -> Option<Self> {
+    pub(crate) fn new(bytes: &'a [u8], element: Element, rows: usize, cols: usize) -> Option<Self> {
         let wanted = rows.checked_mul(cols)?.checked_mul(element.bytes())?;
         (bytes.len() == wanted).then_some(Matrix { bytes, element, rows, cols })
     }
 
     /// Output features.
-    pub fn rows(&self) -> usize {
+    pub(crate) fn rows(&self) -> usize {
         self.rows
-    }
-
-    /// Input features.
-    pub fn cols(&self) -> usize {
-        self.cols
-    }
-
-    /// The element type.
-    pub fn element(&self) -> Element {
-        self.element
-    }
-
-    /// The bytes, `rows * cols * element.bytes()` of them.
-    pub fn bytes(&self) -> &'a [u8] {
-        self.bytes
     }
 }
 
@@ -79,7 +65,7 @@ impl<'a> Matrix<'a> {
 ///
 /// There are two orders, see the module's first lines; both are made when the weights of a call need both.
 #[derive(Debug, Default)]
-pub struct Packed {
+pub(crate) struct Packed {
     /// For bf16 weights.
     interleaved: Order,
     /// For f16 and f32 weights.
@@ -103,6 +89,10 @@ impl Default for Order {
 
 /// Weight rows of one register tile.
 const WEIGHT_ROWS: usize = 4;
+/// Activation rows from which on a thread's weights are used so often that how they come does not matter.
+const MANY: usize = 16;
+/// Bytes by which prefetching is ahead of reading.
+const AHEAD: usize = 2048;
 /// Weight bytes that a thread takes at a time when each is used once: a few microseconds of streaming.
 const STREAM_BYTES: usize = 48 << 10;
 /// Weight bytes that a thread takes at a time when they are used for many rows: they stay in its L2 cache.
@@ -114,7 +104,7 @@ const REUSE_BYTES: usize = 192 << 10;
 ///
 /// # Panics
 /// If the sizes do not fit each other, or `packed` lacks the order of a part (see [`Packed::pack`]).
-pub fn linear_packed(
+pub(crate) fn linear_packed(
     level: Level,
     pool: &Pool,
     y: &mut [f32],
@@ -149,7 +139,7 @@ pub fn linear_packed(
 fn chunks(parts: &[Matrix<'_>], rows: usize) -> impl Iterator<Item = (usize, Range<usize>, usize)> {
     let total: usize = parts.iter().map(|part| part.bytes.len()).sum();
     // At least a dozen chunks where there is so much, so that no thread waits long for the last one.
-    let most = if rows < 16 { STREAM_BYTES } else { REUSE_BYTES };
+    let most = if rows < MANY { STREAM_BYTES } else { REUSE_BYTES };
     let bytes = most.min(total / 12);
     let mut first = 0;
     parts.iter().enumerate().flat_map(move |(i, part)| {
@@ -167,7 +157,7 @@ impl Packed {
     ///
     /// # Panics
     /// If `x` has not `rows * cols` elements.
-    pub fn pack(&mut self, level: Level, pool: &Pool, x: &[f32], rows: usize, cols: usize, parts: &[Matrix<'_>]) {
+    pub(crate) fn pack(&mut self, level: Level, pool: &Pool, x: &[f32], rows: usize, cols: usize, parts: &[Matrix<'_>]) {
         assert_eq!(x.len(), rows * cols, "activations of a linear");
         (self.rows, self.cols, self.level) = (rows, cols, Some(level));
         let padded = cols.next_multiple_of(2 * level.lanes());
@@ -304,7 +294,7 @@ impl Chunk<'_> {
         let step = 2 * I::LANES;
         let (whole, rest) = (cols / step, cols % step);
         let row_bytes = cols * E::BYTES;
-        let stream_ahead = first == 0;
+        let stream = first == 0 && self.rows < MANY;
         let mut n = self.range.start;
         while n < self.range.end {
             // Rows past the end stand in for themselves by the last one; their sums are not stored.
@@ -314,16 +304,37 @@ impl Chunk<'_> {
             });
             let mut sums = [[isa.splat(0.0); WEIGHT_ROWS]; ROWS];
             let mut x = x.as_ptr();
-            for s in 0..whole {
+            if stream {
+                // Each weight is used once: one row after the other, so that memory is read in order.
+                for i in 0..WEIGHT_ROWS {
+                    let mut row_sums = [isa.splat(0.0); ROWS];
+                    let mut x = x;
+                    for s in 0..whole {
+                        // SAFETY: as below.
+                        unsafe {
+                            let p = w[i].add(s * step * E::BYTES);
+                            isa.prefetch(p.wrapping_add(AHEAD));
+                            let (first, second) = E::load(isa, p);
+                            for r in 0..ROWS {
+                                row_sums[r] = isa.mul_add(first, isa.load(x.add(2 * r * I::LANES)), row_sums[r]);
+                            }
+                            for r in 0..ROWS {
+                                row_sums[r] = isa.mul_add(second, isa.load(x.add((2 * r + 1) * I::LANES)), row_sums[r]);
+                            }
+                            x = x.add(ROWS * step);
+                        }
+                    }
+                    for r in 0..ROWS {
+                        sums[r][i] = row_sums[r];
+                    }
+                }
+                x = x.wrapping_add(whole * ROWS * step);
+            }
+            for s in if stream { whole } else { 0 }..whole {
                 let at = s * step * E::BYTES;
                 // SAFETY: step `s` lies within each weight row and within the packed tile, which holds
                 // `2 * LANES` elements per row and step.
                 unsafe {
-                    if stream_ahead {
-                        for i in 0..WEIGHT_ROWS {
-                            isa.prefetch(w[i].wrapping_add(at + WEIGHT_ROWS * row_bytes));
-                        }
-                    }
                     let pairs = [
                         E::load(isa, w[0].add(at)),
                         E::load(isa, w[1].add(at)),
@@ -371,13 +382,13 @@ impl Chunk<'_> {
         let n = self.range.len();
         // SAFETY: this chunk alone writes columns `self.range` of the output rows.
         let y = unsafe { self.out.range(row * self.stride + self.first + self.range.start, n) };
-        crate::vector::for_lanes(isa, n, |isa, at, part| {
+        for (at, part) in parts(isa, n) {
             let mut v = part.load(isa, &y[at..]);
             if let Some(bias) = self.bias {
                 v = isa.add(v, part.load(isa, &bias[at..]));
             }
             part.store(isa, &mut y[at..], self.rounding.apply(isa, v));
-        });
+        }
     }
 }
 
@@ -460,3 +471,6 @@ unsafe fn load_partial<I: Isa, E: Pair>(isa: I, p: *const u8, n: usize) -> (I::V
         E::load(isa, buffer.as_ptr())
     }
 }
+
+#[cfg(test)]
+mod tests;
