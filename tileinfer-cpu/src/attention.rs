@@ -358,7 +358,9 @@ fn fold_block_of<I: Isa, C: Cached>(
         let q = &scratch.queries[first * head_dim..(first + n) * head_dim];
         let scores = &mut scratch.scores[first * KEY_BLOCK..(first + n) * KEY_BLOCK];
         for u in units.clone() {
-            let (keys, scores) = (places[u].0, &mut scores[u * UNIT..]);
+            // What is read next is asked for now: the next keys, after the last ones the first values.
+            let next = if u + 1 < units.end { places[u + 1].0 } else { places[units.start].1 };
+            let (keys, scores) = ((places[u].0, next), &mut scores[u * UNIT..]);
             let scale = call.shape.scale;
             match n {
                 1 => scores_of::<I, C, 1>(isa, keys, q, head_dim, scale, scores),
@@ -443,11 +445,11 @@ fn bytes_of(floats: &mut [f32]) -> &mut [u8] {
     unsafe { std::slice::from_raw_parts_mut(floats.as_mut_ptr().cast(), size_of_val(floats)) }
 }
 
-/// Scores of `Q` queries with the 64 keys of a unit; `q` is `[head_dim][Q]`, rows of `scores` are 256 apart.
+/// Scores of `Q` queries with the 64 keys of a unit (`keys.0`; `keys.1` is prefetched); `q` is `[head_dim][Q]`, rows of `scores` are 256 apart.
 #[inline(always)]
 fn scores_of<I: Isa, C: Cached, const Q: usize>(
     isa: I,
-    keys: *const u8,
+    keys: (*const u8, *const u8),
     q: &[f32],
     head_dim: usize,
     scale: f32,
@@ -464,7 +466,7 @@ fn scores_of<I: Isa, C: Cached, const Q: usize>(
 #[inline(always)]
 fn scores_tile<I: Isa, C: Cached, const Q: usize, const N: usize>(
     isa: I,
-    keys: *const u8,
+    keys: (*const u8, *const u8),
     q: &[f32],
     head_dim: usize,
     scale: f32,
@@ -482,8 +484,9 @@ fn scores_tile<I: Isa, C: Cached, const Q: usize, const N: usize>(
             let mut even = [isa.splat(0.0); N];
             let mut odd = even;
             for i in 0..N {
-                // SAFETY: `keys` begins a unit of 64 slots; `first + N * LANES` is at most 64.
-                (even[i], odd[i]) = unsafe { C::keys(isa, keys, pair, first + i * I::LANES) };
+                isa.prefetch(keys.1.wrapping_add((pair * UNIT + first + i * I::LANES) * 2 * C::BYTES));
+                // SAFETY: `keys.0` begins a unit of 64 slots; `first + N * LANES` is at most 64.
+                (even[i], odd[i]) = unsafe { C::keys(isa, keys.0, pair, first + i * I::LANES) };
             }
             for j in 0..Q {
                 // SAFETY: `q` holds `Q` values for each dimension (asserted).
@@ -565,8 +568,15 @@ fn values_of<I: Isa, C: Cached, const Q: usize>(
             while key < keys.end {
                 let end = keys.end.min((key / UNIT + 1) * UNIT);
                 let values = places[key / UNIT].1;
+                // The same part of the next unit, after the last one the next part of the first.
+                let next = if end < keys.end {
+                    places[end / UNIT].1
+                } else {
+                    places[keys.start / UNIT].1.wrapping_add(2 * I::LANES * UNIT * C::BYTES)
+                };
                 for key in key..end {
                     let at = part * UNIT + key % UNIT * width + first - part;
+                    isa.prefetch(next.wrapping_add(at * C::BYTES));
                     // SAFETY: `places` has a whole unit for every key of `keys`; `take` dimensions are left
                     // in this slot of this part.
                     let (a, b) = unsafe {
