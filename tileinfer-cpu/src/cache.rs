@@ -45,42 +45,20 @@ impl Pages {
     /// # Errors
     /// An odd head dimension; more bytes than can be addressed.
     pub(crate) fn new(layout: &KvLayout, pages: usize) -> Result<Self> {
-        let &KvLayout {
-            page_size,
-            kv_heads,
-            head_dim,
-            element: KvElement::Compute(kind),
-        } = layout;
+        let &KvLayout { page_size, kv_heads, head_dim, element: KvElement::Compute(kind) } = layout;
         if head_dim % 2 != 0 {
             return Err(Error::usage(format!(
                 "heads of {head_dim} dimensions: the CPU backend's cache needs an even number"
             )));
         }
-        let unit = if page_size % UNIT == 0 {
-            UNIT
-        } else {
-            page_size
-        };
-        let geometry = Geometry {
-            page_size,
-            kv_heads,
-            head_dim,
-            kind,
-            unit,
-        };
-        let bytes = geometry
-            .page_bytes()
-            .checked_mul(pages)
-            .ok_or_else(|| Error::OutOfMemory {
-                what: format!("a cache of {pages} pages"),
-                needed: u64::MAX,
-                available: usize::MAX as u64,
-            })?;
-        Ok(Pages {
-            geometry,
-            keys: Aligned::new(bytes, 0),
-            values: Aligned::new(bytes, 0),
-        })
+        let unit = if page_size % UNIT == 0 { UNIT } else { page_size };
+        let geometry = Geometry { page_size, kv_heads, head_dim, kind, unit };
+        let bytes = geometry.page_bytes().checked_mul(pages).ok_or_else(|| Error::OutOfMemory {
+            what: format!("a cache of {pages} pages"),
+            needed: u64::MAX,
+            available: usize::MAX as u64,
+        })?;
+        Ok(Pages { geometry, keys: Aligned::new(bytes, 0), values: Aligned::new(bytes, 0) })
     }
 
     /// Copies whole pages `(from, to)`.
@@ -99,11 +77,8 @@ impl Pages {
         let slot = geometry.slot(page, head, offset);
         let dims = 0..geometry.head_dim;
         (
-            dims.clone()
-                .map(|d| geometry.read(&self.keys, slot.key(geometry, d)))
-                .collect(),
-            dims.map(|d| geometry.read(&self.values, slot.value(geometry, d)))
-                .collect(),
+            dims.clone().map(|d| geometry.read(&self.keys, slot.key(geometry, d))).collect(),
+            dims.map(|d| geometry.read(&self.values, slot.value(geometry, d))).collect(),
         )
     }
 }
@@ -128,18 +103,13 @@ impl Geometry {
 
     #[inline(always)]
     pub(crate) fn slot(&self, page: usize, head: usize, offset: usize) -> Slot {
-        Slot {
-            start: self.unit_start(page, head, offset),
-            slot: offset % self.unit,
-        }
+        Slot { start: self.unit_start(page, head, offset), slot: offset % self.unit }
     }
 
     fn read(&self, from: &[u8], at: usize) -> f32 {
         match self.kind {
             ComputeType::Bf16 => half::bf16::from_le_bytes([from[at], from[at + 1]]).to_f32(),
-            ComputeType::F32 => {
-                f32::from_le_bytes([from[at], from[at + 1], from[at + 2], from[at + 3]])
-            }
+            ComputeType::F32 => f32::from_le_bytes([from[at], from[at + 1], from[at + 2], from[at + 3]]),
         }
     }
 
@@ -159,25 +129,38 @@ impl Geometry {
     ) {
         let n = self.head_dim;
         let (key, value) = (&key[..n], &value[..n]);
-        for d in 0..n {
+        let size = self.kind.size();
+        for part in (0..n).step_by(PART) {
+            let part = part..n.min(part + PART);
             // SAFETY: elements of this position, which is ours by the caller's promise.
-            unsafe {
-                match self.kind {
-                    ComputeType::Bf16 => {
-                        let bits = |x: f32| ((x.to_bits() >> 16) as u16).to_le_bytes();
-                        keys.range(slot.key(self, d), 2)
-                            .copy_from_slice(&bits(key[d]));
-                        values
-                            .range(slot.value(self, d), 2)
-                            .copy_from_slice(&bits(value[d]));
+            let to = unsafe { values.range(slot.value(self, part.start), part.len() * size) };
+            match self.kind {
+                ComputeType::Bf16 => {
+                    for (to, x) in to.as_chunks_mut().0.iter_mut().zip(&value[part]) {
+                        *to = ((x.to_bits() >> 16) as u16).to_le_bytes();
                     }
-                    ComputeType::F32 => {
-                        keys.range(slot.key(self, d), 4)
-                            .copy_from_slice(&key[d].to_le_bytes());
-                        values
-                            .range(slot.value(self, d), 4)
-                            .copy_from_slice(&value[d].to_le_bytes());
+                }
+                ComputeType::F32 => {
+                    for (to, x) in to.as_chunks_mut().0.iter_mut().zip(&value[part]) {
+                        *to = x.to_le_bytes();
                     }
+                }
+            }
+        }
+        match self.kind {
+            ComputeType::Bf16 => {
+                for (pair, x) in key.as_chunks::<2>().0.iter().enumerate() {
+                    let bits = (x[0].to_bits() >> 16) | (x[1].to_bits() & 0xffff_0000);
+                    // SAFETY: as above.
+                    let to = unsafe { keys.range(slot.key(self, 2 * pair), 4) };
+                    to.copy_from_slice(&bits.to_le_bytes());
+                }
+            }
+            ComputeType::F32 => {
+                for (d, x) in key.iter().enumerate() {
+                    // SAFETY: as above.
+                    let to = unsafe { keys.range(slot.key(self, d), 4) };
+                    to.copy_from_slice(&x.to_le_bytes());
                 }
             }
         }
@@ -201,8 +184,7 @@ impl Slot {
     /// Byte of dimension `d` of the value.
     #[inline(always)]
     pub(crate) fn value(self, geometry: Geometry, d: usize) -> usize {
-        self.start
-            + geometry.kind.size() * value_index(geometry.unit, geometry.head_dim, self.slot, d)
+        self.start + geometry.kind.size() * value_index(geometry.unit, geometry.head_dim, self.slot, d)
     }
 }
 

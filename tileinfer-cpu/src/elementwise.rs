@@ -3,13 +3,13 @@
 //! Every kernel takes a range of rows; which ranges, on how many threads, changes no bit. A sum of squares runs
 //! over the width lane by lane and folds once. What this module decided not to know: pages, weights.
 
-use std::ops::Range;
 use tileinfer::backend::{Activation, RopeTable};
+use std::ops::Range;
 
 use crate::math::{exp_m1, silu};
 use crate::pool::Pool;
 use crate::simd::{Isa, Kernel, Level};
-use crate::vector::for_lanes;
+use crate::vector::parts;
 use crate::{Rounding, SharedMut};
 
 /// Elements below which a second thread costs more than it saves.
@@ -41,9 +41,7 @@ pub(crate) enum RowsOf<'a> {
 impl RmsNorm<'_> {
     pub(crate) fn run(&self, level: Level, pool: &Pool, rows: usize) {
         let width = self.weight.len();
-        for_rows(pool, rows, width, |rows| {
-            level.dispatch(RmsNormRows(self, rows))
-        });
+        for_rows(pool, rows, width, |rows| level.dispatch(RmsNormRows(self, rows)));
     }
 }
 
@@ -68,13 +66,10 @@ impl Kernel for RmsNormRows<'_> {
             // SAFETY: each row is in one range.
             let out = unsafe { op.out.range(row * width, width) };
             let scale = norm_scale(isa, x, op.eps);
-            for_lanes(isa, width, |isa, at, part| {
-                let y = isa.mul(
-                    isa.mul(part.load(isa, &x[at..]), scale),
-                    part.load(isa, &op.weight[at..]),
-                );
+            for (at, part) in parts(isa, width) {
+                let y = isa.mul(isa.mul(part.load(isa, &x[at..]), scale), part.load(isa, &op.weight[at..]));
                 part.store(isa, &mut out[at..], op.rounding.apply(isa, y));
-            });
+            }
         }
     }
 }
@@ -83,20 +78,20 @@ impl Kernel for RmsNormRows<'_> {
 #[inline(always)]
 fn norm_scale<I: Isa>(isa: I, x: &[f32], eps: f32) -> I::V {
     let mut squares = isa.splat(0.0);
-    for_lanes(isa, x.len(), |isa, at, part| {
+    for (at, part) in parts(isa, x.len()) {
         let v = part.load(isa, &x[at..]);
         squares = isa.mul_add(v, v, squares);
-    });
+    }
     isa.splat(1.0 / (isa.reduce_add(squares) / x.len() as f32 + eps).sqrt())
 }
 
 /// `x = round(x + delta)`.
 #[inline(always)]
 fn add<I: Isa>(isa: I, x: &mut [f32], delta: &[f32], rounding: Rounding) {
-    for_lanes(isa, x.len(), |isa, at, part| {
+    for (at, part) in parts(isa, x.len()) {
         let sum = isa.add(part.load(isa, &x[at..]), part.load(isa, &delta[at..]));
         part.store(isa, &mut x[at..], rounding.apply(isa, sum));
-    });
+    }
 }
 
 /// `x[i] = round(x[i] + delta[i])`.
@@ -122,10 +117,10 @@ impl Kernel for Round<'_> {
     #[inline(always)]
     fn run<I: Isa>(self, isa: I) {
         let Round(x, rounding) = self;
-        for_lanes(isa, x.len(), |isa, at, part| {
+        for (at, part) in parts(isa, x.len()) {
             let v = rounding.apply(isa, part.load(isa, &x[at..]));
             part.store(isa, &mut x[at..], v);
-        });
+        }
     }
 }
 
@@ -144,23 +139,14 @@ impl Kernel for Heads<'_> {
     type Output = ();
     #[inline(always)]
     fn run<I: Isa>(self, isa: I) {
-        let Heads {
-            x,
-            head_dim,
-            norm,
-            rope,
-            rounding,
-        } = self;
+        let Heads { x, head_dim, norm, rope, rounding } = self;
         for head in x.chunks_exact_mut(head_dim) {
             if let Some((weight, eps)) = norm {
                 let scale = norm_scale(isa, head, eps);
-                for_lanes(isa, head_dim, |isa, at, part| {
-                    let y = isa.mul(
-                        isa.mul(part.load(isa, &head[at..]), scale),
-                        part.load(isa, &weight[at..]),
-                    );
+                for (at, part) in parts(isa, head_dim) {
+                    let y = isa.mul(isa.mul(part.load(isa, &head[at..]), scale), part.load(isa, &weight[at..]));
                     part.store(isa, &mut head[at..], rounding.apply(isa, y));
-                });
+                }
             }
             if let Some((table, position, queries)) = rope {
                 rotate(isa, head, table, position, queries, rounding);
@@ -170,26 +156,12 @@ impl Kernel for Heads<'_> {
 }
 
 #[inline(always)]
-fn rotate<I: Isa>(
-    isa: I,
-    head: &mut [f32],
-    table: &RopeTable,
-    position: usize,
-    queries: bool,
-    rounding: Rounding,
-) {
+fn rotate<I: Isa>(isa: I, head: &mut [f32], table: &RopeTable, position: usize, queries: bool, rounding: Rounding) {
     let pairs = table.pairs;
-    let (cos, sin) = (
-        &table.cos[position * pairs..][..pairs],
-        &table.sin[position * pairs..][..pairs],
-    );
-    let scale = table
-        .query_scale
-        .as_ref()
-        .filter(|_| queries)
-        .map(|scale| isa.splat(scale[position]));
+    let (cos, sin) = (&table.cos[position * pairs..][..pairs], &table.sin[position * pairs..][..pairs]);
+    let scale = table.query_scale.as_ref().filter(|_| queries).map(|scale| isa.splat(scale[position]));
     let (first, second) = head.split_at_mut(pairs);
-    for_lanes(isa, pairs, |isa, at, part| {
+    for (at, part) in parts(isa, pairs) {
         let (a, b) = (part.load(isa, &first[at..]), part.load(isa, &second[at..]));
         let (cos, sin) = (part.load(isa, &cos[at..]), part.load(isa, &sin[at..]));
         let mut x = rounding.apply(isa, isa.sub(isa.mul(a, cos), isa.mul(b, sin)));
@@ -200,7 +172,7 @@ fn rotate<I: Isa>(
         }
         part.store(isa, &mut first[at..], x);
         part.store(isa, &mut second[at..], y);
-    });
+    }
 }
 
 /// `out = round(activation(x))` of one row, or of a piece of it where gate and up are given apart.
@@ -218,22 +190,13 @@ impl Kernel for Activate<'_> {
     type Output = ();
     #[inline(always)]
     fn run<I: Isa>(self, isa: I) {
-        let Activate {
-            out,
-            x,
-            up,
-            activation,
-            rounding,
-        } = self;
+        let Activate { out, x, up, activation, rounding } = self;
         match activation {
-            Activation::SiluGated => for_lanes(isa, out.len(), |isa, at, part| {
-                let y = isa.mul(
-                    silu(isa, part.load(isa, &x[at..])),
-                    part.load(isa, &up[at..]),
-                );
+            Activation::SiluGated => for (at, part) in parts(isa, out.len()) {
+                let y = isa.mul(silu(isa, part.load(isa, &x[at..])), part.load(isa, &up[at..]));
                 part.store(isa, &mut out[at..], rounding.apply(isa, y));
-            }),
-            Activation::Xielu(xielu) => for_lanes(isa, out.len(), |isa, at, part| {
+            }
+            Activation::Xielu(xielu) => for (at, part) in parts(isa, out.len()) {
                 let x = part.load(isa, &x[at..]);
                 let linear = isa.mul(isa.splat(xielu.beta), x);
                 let positive = isa.mul_add(isa.mul(isa.splat(xielu.alpha_p), x), x, linear);
@@ -241,7 +204,7 @@ impl Kernel for Activate<'_> {
                 let negative = isa.mul_add(curve, isa.splat(xielu.alpha_n), linear);
                 let y = isa.select_positive(x, positive, negative);
                 part.store(isa, &mut out[at..], rounding.apply(isa, y));
-            }),
+            }
         }
     }
 }

@@ -15,11 +15,12 @@ use std::ops::Range;
 use crate::memory::Aligned;
 use crate::pool::Pool;
 use crate::simd::{Isa, Kernel, Level};
+use crate::vector::parts;
 use crate::{Rounding, SharedMut};
 
 /// Element type of a weight in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Element {
+pub(crate) enum Element {
     /// bfloat16.
     Bf16,
     /// IEEE half.
@@ -30,7 +31,7 @@ pub enum Element {
 
 impl Element {
     /// Bytes of one element.
-    pub fn bytes(self) -> usize {
+    pub(crate) fn bytes(self) -> usize {
         match self {
             Element::Bf16 | Element::F16 => 2,
             Element::F32 => 4,
@@ -40,7 +41,7 @@ impl Element {
 
 /// A weight of `rows` output features by `cols` inputs, row-major, little-endian, at any alignment.
 #[derive(Debug, Clone, Copy)]
-pub struct Matrix<'a> {
+pub(crate) struct Matrix<'a> {
     bytes: &'a [u8],
     element: Element,
     rows: usize,
@@ -49,34 +50,14 @@ pub struct Matrix<'a> {
 
 impl<'a> Matrix<'a> {
     /// A view of `bytes`; `None` if their number is not `rows * cols` elements.
-    pub fn new(bytes: &'a [u8], element: Element, rows: usize, cols: usize) -> Option<Self> {
+    pub(crate) fn new(bytes: &'a [u8], element: Element, rows: usize, cols: usize) -> Option<Self> {
         let wanted = rows.checked_mul(cols)?.checked_mul(element.bytes())?;
-        (bytes.len() == wanted).then_some(Matrix {
-            bytes,
-            element,
-            rows,
-            cols,
-        })
+        (bytes.len() == wanted).then_some(Matrix { bytes, element, rows, cols })
     }
 
     /// Output features.
-    pub fn rows(&self) -> usize {
+    pub(crate) fn rows(&self) -> usize {
         self.rows
-    }
-
-    /// Input features.
-    pub fn cols(&self) -> usize {
-        self.cols
-    }
-
-    /// The element type.
-    pub fn element(&self) -> Element {
-        self.element
-    }
-
-    /// The bytes, `rows * cols * element.bytes()` of them.
-    pub fn bytes(&self) -> &'a [u8] {
-        self.bytes
     }
 }
 
@@ -84,7 +65,7 @@ impl<'a> Matrix<'a> {
 ///
 /// There are two orders, see the module's first lines; both are made when the weights of a call need both.
 #[derive(Debug, Default)]
-pub struct Packed {
+pub(crate) struct Packed {
     /// For bf16 weights.
     interleaved: Order,
     /// For f16 and f32 weights.
@@ -102,15 +83,16 @@ struct Order {
 
 impl Default for Order {
     fn default() -> Self {
-        Order {
-            data: Aligned::new(0, 0.0),
-            valid: false,
-        }
+        Order { data: Aligned::new(0, 0.0), valid: false }
     }
 }
 
 /// Weight rows of one register tile.
 const WEIGHT_ROWS: usize = 4;
+/// Activation rows from which on a thread's weights are used so often that how they come does not matter.
+const MANY: usize = 16;
+/// Bytes by which prefetching is ahead of reading.
+const AHEAD: usize = 2048;
 /// Weight bytes that a thread takes at a time when each is used once: a few microseconds of streaming.
 const STREAM_BYTES: usize = 48 << 10;
 /// Weight bytes that a thread takes at a time when they are used for many rows: they stay in its L2 cache.
@@ -122,7 +104,7 @@ const REUSE_BYTES: usize = 192 << 10;
 ///
 /// # Panics
 /// If the sizes do not fit each other, or `packed` lacks the order of a part (see [`Packed::pack`]).
-pub fn linear_packed(
+pub(crate) fn linear_packed(
     level: Level,
     pool: &Pool,
     y: &mut [f32],
@@ -134,14 +116,8 @@ pub fn linear_packed(
     let (rows, cols) = (packed.rows, packed.cols);
     let n: usize = parts.iter().map(Matrix::rows).sum();
     assert_eq!(packed.level, Some(level), "level of the packed activations");
-    assert!(
-        parts.iter().all(|part| part.cols == cols),
-        "columns of activations and weight"
-    );
-    assert!(
-        bias.is_none_or(|bias| bias.len() == n),
-        "length of the bias"
-    );
+    assert!(parts.iter().all(|part| part.cols == cols), "columns of activations and weight");
+    assert!(bias.is_none_or(|bias| bias.len() == n), "length of the bias");
     assert_eq!(y.len(), rows * n, "length of the output");
     if y.is_empty() {
         return;
@@ -152,24 +128,10 @@ pub fn linear_packed(
         let (part, range, first) = &chunks[i];
         let weight = parts[*part];
         let order = packed.order(weight.element);
-        assert!(
-            order.valid,
-            "activations are not packed for {:?}",
-            weight.element
-        );
+        assert!(order.valid, "activations are not packed for {:?}", weight.element);
         let bias = bias.map(|bias| &bias[first + range.start..first + range.end]);
         let (rows, range) = (packed.rows, range.clone());
-        level.dispatch(Chunk {
-            range,
-            out,
-            stride: n,
-            first: *first,
-            x: &order.data,
-            rows,
-            weight,
-            bias,
-            rounding,
-        });
+        level.dispatch(Chunk { range, out, stride: n, first: *first, x: &order.data, rows, weight, bias, rounding });
     });
 }
 
@@ -177,20 +139,16 @@ pub fn linear_packed(
 fn chunks(parts: &[Matrix<'_>], rows: usize) -> impl Iterator<Item = (usize, Range<usize>, usize)> {
     let total: usize = parts.iter().map(|part| part.bytes.len()).sum();
     // At least a dozen chunks where there is so much, so that no thread waits long for the last one.
-    let most = if rows < 16 { STREAM_BYTES } else { REUSE_BYTES };
+    let most = if rows < MANY { STREAM_BYTES } else { REUSE_BYTES };
     let bytes = most.min(total / 12);
     let mut first = 0;
     parts.iter().enumerate().flat_map(move |(i, part)| {
         let row_bytes = (part.cols * part.element.bytes()).max(1);
-        let chunk = (bytes / row_bytes)
-            .next_multiple_of(WEIGHT_ROWS)
-            .max(WEIGHT_ROWS);
+        let chunk = (bytes / row_bytes).next_multiple_of(WEIGHT_ROWS).max(WEIGHT_ROWS);
         let start = first;
         first += part.rows;
         let n = part.rows;
-        (0..n)
-            .step_by(chunk)
-            .map(move |at| (i, at..n.min(at + chunk), start))
+        (0..n).step_by(chunk).map(move |at| (i, at..n.min(at + chunk), start))
     })
 }
 
@@ -199,22 +157,12 @@ impl Packed {
     ///
     /// # Panics
     /// If `x` has not `rows * cols` elements.
-    pub fn pack(
-        &mut self,
-        level: Level,
-        pool: &Pool,
-        x: &[f32],
-        rows: usize,
-        cols: usize,
-        parts: &[Matrix<'_>],
-    ) {
+    pub(crate) fn pack(&mut self, level: Level, pool: &Pool, x: &[f32], rows: usize, cols: usize, parts: &[Matrix<'_>]) {
         assert_eq!(x.len(), rows * cols, "activations of a linear");
         (self.rows, self.cols, self.level) = (rows, cols, Some(level));
         let padded = cols.next_multiple_of(2 * level.lanes());
         for (order, interleaved) in [(&mut self.interleaved, true), (&mut self.halves, false)] {
-            order.valid = parts
-                .iter()
-                .any(|part| (part.element == Element::Bf16) == interleaved);
+            order.valid = parts.iter().any(|part| (part.element == Element::Bf16) == interleaved);
             if !order.valid {
                 continue;
             }
@@ -224,14 +172,7 @@ impl Packed {
             let out = SharedMut::new(&mut order.data);
             // Some ten thousand elements at a time.
             pool.run_chunks(rows, (16384 / padded.max(1)).max(1), |range| {
-                level.dispatch(Pack {
-                    range,
-                    out,
-                    x,
-                    rows,
-                    cols,
-                    interleaved,
-                });
+                level.dispatch(Pack { range, out, x, rows, cols, interleaved });
             });
         }
     }
@@ -276,9 +217,7 @@ impl Kernel for Pack<'_> {
                 // SAFETY: each row writes its own places, and is in one range; both slices hold 2 * LANES
                 // elements.
                 unsafe {
-                    let to = self
-                        .out
-                        .range(tile_out + (s * tile_rows + row - tile) * step, step);
+                    let to = self.out.range(tile_out + (s * tile_rows + row - tile) * step, step);
                     if self.interleaved {
                         let (even, odd) = isa.load_deinterleaved(from.as_ptr());
                         isa.store(to.as_mut_ptr(), even);
@@ -355,25 +294,47 @@ impl Chunk<'_> {
         let step = 2 * I::LANES;
         let (whole, rest) = (cols / step, cols % step);
         let row_bytes = cols * E::BYTES;
-        let stream_ahead = first == 0;
+        let stream = first == 0 && self.rows < MANY;
         let mut n = self.range.start;
         while n < self.range.end {
             // Rows past the end stand in for themselves by the last one; their sums are not stored.
             let count = WEIGHT_ROWS.min(self.range.end - n);
-            let w: [*const u8; WEIGHT_ROWS] = [0, 1, 2, 3]
-                .map(|i| self.weight.bytes[(n + i.min(count - 1)) * row_bytes..].as_ptr());
+            let w: [*const u8; WEIGHT_ROWS] = [0, 1, 2, 3].map(|i| {
+                self.weight.bytes[(n + i.min(count - 1)) * row_bytes..].as_ptr()
+            });
             let mut sums = [[isa.splat(0.0); WEIGHT_ROWS]; ROWS];
             let mut x = x.as_ptr();
-            for s in 0..whole {
+            if stream {
+                // Each weight is used once: one row after the other, so that memory is read in order.
+                for i in 0..WEIGHT_ROWS {
+                    let mut row_sums = [isa.splat(0.0); ROWS];
+                    let mut x = x;
+                    for s in 0..whole {
+                        // SAFETY: as below.
+                        unsafe {
+                            let p = w[i].add(s * step * E::BYTES);
+                            isa.prefetch(p.wrapping_add(AHEAD));
+                            let (first, second) = E::load(isa, p);
+                            for r in 0..ROWS {
+                                row_sums[r] = isa.mul_add(first, isa.load(x.add(2 * r * I::LANES)), row_sums[r]);
+                            }
+                            for r in 0..ROWS {
+                                row_sums[r] = isa.mul_add(second, isa.load(x.add((2 * r + 1) * I::LANES)), row_sums[r]);
+                            }
+                            x = x.add(ROWS * step);
+                        }
+                    }
+                    for r in 0..ROWS {
+                        sums[r][i] = row_sums[r];
+                    }
+                }
+                x = x.wrapping_add(whole * ROWS * step);
+            }
+            for s in if stream { whole } else { 0 }..whole {
                 let at = s * step * E::BYTES;
                 // SAFETY: step `s` lies within each weight row and within the packed tile, which holds
                 // `2 * LANES` elements per row and step.
                 unsafe {
-                    if stream_ahead {
-                        for i in 0..WEIGHT_ROWS {
-                            isa.prefetch(w[i].wrapping_add(at + WEIGHT_ROWS * row_bytes));
-                        }
-                    }
                     let pairs = [
                         E::load(isa, w[0].add(at)),
                         E::load(isa, w[1].add(at)),
@@ -401,10 +362,7 @@ impl Chunk<'_> {
             for r in 0..ROWS {
                 let folded = isa.reduce_add4(sums[r]);
                 // SAFETY: this chunk alone writes columns `self.range` of the output rows.
-                let y = unsafe {
-                    self.out
-                        .range((first + r) * self.stride + self.first + n, count)
-                };
+                let y = unsafe { self.out.range((first + r) * self.stride + self.first + n, count) };
                 if count == WEIGHT_ROWS {
                     y.copy_from_slice(&folded);
                 } else {
@@ -423,17 +381,14 @@ impl Chunk<'_> {
         }
         let n = self.range.len();
         // SAFETY: this chunk alone writes columns `self.range` of the output rows.
-        let y = unsafe {
-            self.out
-                .range(row * self.stride + self.first + self.range.start, n)
-        };
-        crate::vector::for_lanes(isa, n, |isa, at, part| {
+        let y = unsafe { self.out.range(row * self.stride + self.first + self.range.start, n) };
+        for (at, part) in parts(isa, n) {
             let mut v = part.load(isa, &y[at..]);
             if let Some(bias) = self.bias {
                 v = isa.add(v, part.load(isa, &bias[at..]));
             }
             part.store(isa, &mut y[at..], self.rounding.apply(isa, v));
-        });
+        }
     }
 }
 
@@ -516,3 +471,6 @@ unsafe fn load_partial<I: Isa, E: Pair>(isa: I, p: *const u8, n: usize) -> (I::V
         E::load(isa, buffer.as_ptr())
     }
 }
+
+#[cfg(test)]
+mod tests;

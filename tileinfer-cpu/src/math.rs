@@ -61,7 +61,7 @@ pub(crate) fn silu<I: Isa>(isa: I, x: I::V) -> I::V {
 mod tests {
     use super::*;
     use crate::simd::{Kernel, Level};
-    use crate::vector::for_lanes;
+    use crate::vector::parts;
 
     struct Apply<'a>(&'a mut [f32], fn(f64) -> f64, &'static str);
 
@@ -70,7 +70,7 @@ mod tests {
         #[inline(always)]
         fn run<I: Isa>(self, isa: I) {
             let Apply(x, exact, name) = self;
-            for_lanes(isa, x.len(), |isa, at, part| {
+            for (at, part) in parts(isa, x.len()) {
                 let v = part.load(isa, &x[at..]);
                 let y = match name {
                     "exp" => exp(isa, v),
@@ -87,7 +87,7 @@ mod tests {
                         "{name}({x}) = {y}, not {want}"
                     );
                 }
-            });
+            }
         }
     }
 
