@@ -44,15 +44,13 @@ impl Kernel for Read<'_> {
             }
         }
         let [a, b, c, d, e, f, g, h] = sums;
-        isa.reduce_add4([isa.add(a, b), isa.add(c, d), isa.add(e, f), isa.add(g, h)])
-            .iter()
-            .sum()
+        isa.reduce_add4([isa.add(a, b), isa.add(c, d), isa.add(e, f), isa.add(g, h)]).iter().sum()
     }
 }
 
 /// The best of `passes` copies of `bytes` of memory by all threads of the pool, in bytes read and written a
-/// second.
-pub fn copy_bandwidth(pool: &Pool, bytes: usize, passes: usize) -> f64 {
+/// second of `clock`.
+pub fn copy_bandwidth(pool: &Pool, bytes: usize, passes: usize, clock: &dyn Fn() -> f64) -> f64 {
     let from = vec![1_u8; bytes];
     let mut to = vec![0_u8; bytes];
     let share = bytes.div_ceil(pool.threads());
@@ -63,14 +61,14 @@ pub fn copy_bandwidth(pool: &Pool, bytes: usize, passes: usize) -> f64 {
             .zip(to.chunks_mut(share))
             .map(std::sync::Mutex::new)
             .collect();
-        let start = Instant::now();
+        let start = clock();
         pool.run(parts.len(), |i| {
             if let Ok(mut part) = parts[i].lock() {
                 let (from, to) = &mut *part;
                 to.copy_from_slice(from);
             }
         });
-        best = best.min(start.elapsed().as_secs_f64());
+        best = best.min(clock() - start);
     }
     std::hint::black_box(&to);
     2.0 * bytes as f64 / best
@@ -87,10 +85,7 @@ pub fn multiply_add_rate(level: Level, pool: &Pool, passes: usize, clock: &dyn F
     for _ in 0..passes {
         let start = clock();
         pool.run(4 * pool.threads(), |_| {
-            let sum = level.dispatch(Multiply {
-                steps: STEPS,
-                rounds: ROUNDS / 4,
-            });
+            let sum = level.dispatch(Multiply { steps: STEPS, rounds: ROUNDS / 4 });
             sink.fetch_xor(sum.to_bits(), Ordering::Relaxed);
         });
         best = best.min(clock() - start);
