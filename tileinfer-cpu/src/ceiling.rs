@@ -48,6 +48,32 @@ impl Kernel for Read<'_> {
     }
 }
 
+/// The best of `passes` copies of `bytes` of memory by all threads of the pool, in bytes read and written a
+/// second of `clock`.
+pub fn copy_bandwidth(pool: &Pool, bytes: usize, passes: usize, clock: &dyn Fn() -> f64) -> f64 {
+    let from = vec![1_u8; bytes];
+    let mut to = vec![0_u8; bytes];
+    let share = bytes.div_ceil(pool.threads());
+    let mut best = f64::INFINITY;
+    for _ in 0..passes {
+        let parts: Vec<_> = from
+            .chunks(share)
+            .zip(to.chunks_mut(share))
+            .map(std::sync::Mutex::new)
+            .collect();
+        let start = clock();
+        pool.run(parts.len(), |i| {
+            if let Ok(mut part) = parts[i].lock() {
+                let (from, to) = &mut *part;
+                to.copy_from_slice(from);
+            }
+        });
+        best = best.min(clock() - start);
+    }
+    std::hint::black_box(&to);
+    2.0 * bytes as f64 / best
+}
+
 /// f32 operations a second (a multiply-add is two) of all threads of the pool: a register-tiled product of
 /// operands that lie in the L1 cache, the best of `passes`, by `clock` (which gives seconds).
 pub fn multiply_add_rate(level: Level, pool: &Pool, passes: usize, clock: &dyn Fn() -> f64) -> f64 {
