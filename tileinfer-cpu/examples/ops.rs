@@ -9,7 +9,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use tileinfer::backend::{
-    Activation, AttentionShape, Backend, ComputeType, Element, KvRows, Mask, QkNorms, RopeTable, StepLayout,
+    Activation, AttentionShape, Backend, ComputeType, Element, KvRows, Mask, QkNorms, RopeTable,
+    StepLayout,
 };
 use tileinfer::kv::{KvElement, KvLayout};
 use tileinfer::weights::Weight;
@@ -59,14 +60,23 @@ fn main() {
         let value = args.next().unwrap_or_default();
         match arg.as_str() {
             "--threads" => threads = value.parse().expect("--threads takes a number"),
-            "--level" => level = Level::named(&value).expect("--level takes a level of this machine"),
+            "--level" => {
+                level = Level::named(&value).expect("--level takes a level of this machine")
+            }
             "--only" => only = value,
             other => panic!("unknown option {other}"),
         }
     }
     let pool = Arc::new(Pool::new(threads));
     let backend = CpuBackend::with_pool(ComputeType::Bf16, level, Arc::clone(&pool));
-    let mut bench = Bench { backend, pool, read: 0.0, flops: 0.0, start: Instant::now(), only };
+    let mut bench = Bench {
+        backend,
+        pool,
+        read: 0.0,
+        flops: 0.0,
+        start: Instant::now(),
+        only,
+    };
     bench.ceilings();
     for shapes in &MODELS {
         println!("{}", shapes.name);
@@ -104,14 +114,24 @@ impl Bench {
         if self.pool.threads() > 1 {
             return self.start.elapsed().as_secs_f64();
         }
-        let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        let mut now = libc::timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
         // SAFETY: `now` is a timespec that the call may write.
         unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut now) };
         now.tv_sec as f64 + now.tv_nsec as f64 * 1e-9
     }
 
     /// Times `f` over `copies` different operands and prints the best of some passes, per operand.
-    fn line(&self, what: &str, bytes: usize, flops: usize, copies: usize, mut f: impl FnMut(usize)) {
+    fn line(
+        &self,
+        what: &str,
+        bytes: usize,
+        flops: usize,
+        copies: usize,
+        mut f: impl FnMut(usize),
+    ) {
         if !what.contains(&self.only) {
             return;
         }
@@ -133,17 +153,31 @@ impl Bench {
     }
 
     fn tensor(&self, element: Element, rows: usize, width: usize) -> CpuTensor {
-        let mut tensor = self.backend.alloc(element, rows, width).expect("there is memory");
-        self.backend.set_rows(&mut tensor, rows).expect("as many as asked for");
-        let values: Vec<f32> = (0..rows * width).map(|i| (i % 61) as f32 / 32.0 - 0.9).collect();
-        self.backend.upload(&mut tensor, 0, &values).expect("as many as there are");
+        let mut tensor = self
+            .backend
+            .alloc(element, rows, width)
+            .expect("there is memory");
+        self.backend
+            .set_rows(&mut tensor, rows)
+            .expect("as many as asked for");
+        let values: Vec<f32> = (0..rows * width)
+            .map(|i| (i % 61) as f32 / 32.0 - 0.9)
+            .collect();
+        self.backend
+            .upload(&mut tensor, 0, &values)
+            .expect("as many as there are");
         tensor
     }
 
     fn linears(&self, s: &Shapes) {
         let attention = s.heads * s.head_dim;
         let list = [
-            ("qkv", attention + 2 * s.kv_heads * s.head_dim, s.hidden, false),
+            (
+                "qkv",
+                attention + 2 * s.kv_heads * s.head_dim,
+                s.hidden,
+                false,
+            ),
             ("o", s.hidden, attention, false),
             ("gate+up, silu", 2 * s.intermediate, s.hidden, true),
             ("down", s.hidden, s.intermediate, false),
@@ -155,8 +189,11 @@ impl Bench {
             let parts = if gated { 2 } else { 1 };
             let weights: Vec<_> = (0..copies)
                 .map(|i| {
-                    let part = |j: usize| Weight::random(n / parts, k, (2 * i + j) as u64, 0.02).parts()[0].clone();
-                    let weight = Weight::new((0..parts).map(part).collect()).expect("parts of one width");
+                    let part = |j: usize| {
+                        Weight::random(n / parts, k, (2 * i + j) as u64, 0.02).parts()[0].clone()
+                    };
+                    let weight =
+                        Weight::new((0..parts).map(part).collect()).expect("parts of one width");
                     self.backend.load_weight(&weight).expect("bf16")
                 })
                 .collect();
@@ -168,15 +205,30 @@ impl Bench {
                 let mut y = self.tensor(if gated { Element::Model } else { Element::F32 }, rows, n);
                 let mut narrow = self.tensor(Element::Model, rows, n / 2);
                 let copies = if rows > 16 { 1 } else { copies };
-                self.line(&format!("linear {name} {rows} x {k} -> {n}"), bytes, 2 * rows * n * k, copies, |i| {
-                    if gated {
-                        self.backend
-                            .linear_activation(&mut narrow, &mut y, &weights[i], None, &x, &Activation::SiluGated)
-                            .expect("shapes fit");
-                    } else {
-                        self.backend.linear(&mut y, &weights[i], None, &x).expect("shapes fit");
-                    }
-                });
+                self.line(
+                    &format!("linear {name} {rows} x {k} -> {n}"),
+                    bytes,
+                    2 * rows * n * k,
+                    copies,
+                    |i| {
+                        if gated {
+                            self.backend
+                                .linear_activation(
+                                    &mut narrow,
+                                    &mut y,
+                                    &weights[i],
+                                    None,
+                                    &x,
+                                    &Activation::SiluGated,
+                                )
+                                .expect("shapes fit");
+                        } else {
+                            self.backend
+                                .linear(&mut y, &weights[i], None, &x)
+                                .expect("shapes fit");
+                        }
+                    },
+                );
             }
         }
     }
@@ -195,14 +247,28 @@ impl Bench {
             scale: 1.0 / (s.head_dim as f32).sqrt(),
             mask: Mask::Causal,
         };
-        for (context, rows) in [(0_usize, 512_usize), (128, 1), (2048, 1), (8192, 1), (8192, 8), (4096, 512)] {
+        for (context, rows) in [
+            (0_usize, 512_usize),
+            (128, 1),
+            (2048, 1),
+            (8192, 1),
+            (8192, 8),
+            (4096, 512),
+        ] {
             let positions = context + rows;
             let pages = positions.div_ceil(64);
             let bytes = positions * 2 * s.kv_heads * s.head_dim * 2;
-            let copies = if rows > 8 { 1 } else { (150_000_000 / bytes).clamp(1, 30) };
+            let copies = if rows > 8 {
+                1
+            } else {
+                (150_000_000 / bytes).clamp(1, 30)
+            };
             let caches: Vec<_> = (0..copies)
                 .map(|_| {
-                    let mut pages = self.backend.alloc_pages(&layout, pages).expect("an even head dimension");
+                    let mut pages = self
+                        .backend
+                        .alloc_pages(&layout, pages)
+                        .expect("an even head dimension");
                     self.fill(&mut pages, s, positions);
                     pages
                 })
@@ -212,9 +278,17 @@ impl Bench {
             let mut out = self.tensor(Element::Model, rows, s.heads * s.head_dim);
             let pairs: usize = (context + 1..=positions).sum();
             let flops = 4 * pairs * s.heads * s.head_dim;
-            self.line(&format!("attention {rows} rows after {context}"), bytes, flops, copies, |i| {
-                self.backend.attention(&mut out, &queries, &caches[i], &step, &shape).expect("shapes fit");
-            });
+            self.line(
+                &format!("attention {rows} rows after {context}"),
+                bytes,
+                flops,
+                copies,
+                |i| {
+                    self.backend
+                        .attention(&mut out, &queries, &caches[i], &step, &shape)
+                        .expect("shapes fit");
+                },
+            );
         }
     }
 
@@ -226,7 +300,9 @@ impl Bench {
                 keys: self.tensor(Element::Model, n, width),
                 values: self.tensor(Element::Model, n, width),
             };
-            self.backend.store_kv(pages, &rows, &self.step(first, n)).expect("shapes fit");
+            self.backend
+                .store_kv(pages, &rows, &self.step(first, n))
+                .expect("shapes fit");
         }
     }
 
@@ -243,14 +319,25 @@ impl Bench {
             first_pages: vec![0],
             ..StepLayout::default()
         };
-        let mut step = self.backend.alloc_step(rows, 1, width).expect("there is memory");
-        self.backend.prepare(&mut step, &layout, None).expect("a sound layout");
+        let mut step = self
+            .backend
+            .alloc_step(rows, 1, width)
+            .expect("there is memory");
+        self.backend
+            .prepare(&mut step, &layout, None)
+            .expect("a sound layout");
         step
     }
 
     fn rest(&self, s: &Shapes) {
-        let norm = self.backend.load_vector(&vec![1.0; s.hidden]).expect("there is memory");
-        let head_norm = self.backend.load_vector(&vec![1.0; s.head_dim]).expect("there is memory");
+        let norm = self
+            .backend
+            .load_vector(&vec![1.0; s.hidden])
+            .expect("there is memory");
+        let head_norm = self
+            .backend
+            .load_vector(&vec![1.0; s.head_dim])
+            .expect("there is memory");
         let pairs = s.head_dim / 2;
         let table = RopeTable {
             pairs,
@@ -258,15 +345,23 @@ impl Bench {
             sin: (0..1024 * pairs).map(|i| (i as f32).sin()).collect(),
             query_scale: None,
         };
-        let embedding = self.backend.load_weight(&Weight::random(40_000, s.hidden, 1, 0.02)).expect("bf16");
+        let embedding = self
+            .backend
+            .load_weight(&Weight::random(40_000, s.hidden, 1, 0.02))
+            .expect("bf16");
         let layout = KvLayout {
             page_size: 64,
             kv_heads: s.kv_heads,
             head_dim: s.head_dim,
             element: KvElement::Compute(ComputeType::Bf16),
         };
-        let shape =
-            AttentionShape { heads: s.heads, kv_heads: s.kv_heads, head_dim: s.head_dim, scale: 1.0, mask: Mask::Causal };
+        let shape = AttentionShape {
+            heads: s.heads,
+            kv_heads: s.kv_heads,
+            head_dim: s.head_dim,
+            scale: 1.0,
+            mask: Mask::Causal,
+        };
         for rows in [1, 512] {
             let (q, kv) = (s.heads * s.head_dim, s.kv_heads * s.head_dim);
             let mut x = self.tensor(Element::F32, rows, s.hidden);
@@ -274,28 +369,65 @@ impl Bench {
             let mut out = self.tensor(Element::Model, rows, s.hidden);
             let step = self.step(0, rows);
             self.line(&format!("embed {rows}"), rows * s.hidden * 6, 0, 10, |_| {
-                self.backend.embed(&mut x, &embedding, &step).expect("shapes fit");
+                self.backend
+                    .embed(&mut x, &embedding, &step)
+                    .expect("shapes fit");
             });
-            self.line(&format!("add_rms_norm {rows}"), rows * s.hidden * 16, 0, 10, |_| {
-                self.backend.add_rms_norm(&mut x, &mut out, &delta, &norm, 1e-5).expect("shapes fit");
-            });
+            self.line(
+                &format!("add_rms_norm {rows}"),
+                rows * s.hidden * 16,
+                0,
+                10,
+                |_| {
+                    self.backend
+                        .add_rms_norm(&mut x, &mut out, &delta, &norm, 1e-5)
+                        .expect("shapes fit");
+                },
+            );
             let qkv = self.tensor(Element::Model, rows, q + 2 * kv);
             let mut queries = self.tensor(Element::Model, rows, q);
-            let mut scratch = KvRows { keys: self.tensor(Element::Model, rows, kv), values: self.tensor(Element::Model, rows, kv) };
-            let mut pages = self.backend.alloc_pages(&layout, rows.div_ceil(64)).expect("an even head dimension");
+            let mut scratch = KvRows {
+                keys: self.tensor(Element::Model, rows, kv),
+                values: self.tensor(Element::Model, rows, kv),
+            };
+            let mut pages = self
+                .backend
+                .alloc_pages(&layout, rows.div_ceil(64))
+                .expect("an even head dimension");
             let norm = s.qk_norm.then_some(&head_norm);
-            let norms = QkNorms { query: norm, key: norm, eps: 1e-6 };
+            let norms = QkNorms {
+                query: norm,
+                key: norm,
+                eps: 1e-6,
+            };
             let bytes = rows * (8 * q + 12 * kv);
             self.line(&format!("qk_norm_rope_store {rows}"), bytes, 0, 10, |_| {
                 self.backend
-                    .qk_norm_rope_store(&mut queries, &mut pages, &mut scratch, &qkv, norms, Some(&table), &step, &shape)
+                    .qk_norm_rope_store(
+                        &mut queries,
+                        &mut pages,
+                        &mut scratch,
+                        &qkv,
+                        norms,
+                        Some(&table),
+                        &step,
+                        &shape,
+                    )
                     .expect("shapes fit");
             });
             let wide = self.tensor(Element::Model, rows, 2 * s.intermediate);
             let mut narrow = self.tensor(Element::Model, rows, s.intermediate);
-            self.line(&format!("silu {rows}"), rows * s.intermediate * 12, 0, 10, |_| {
-                self.backend.activation(&mut narrow, &wide, &Activation::SiluGated).expect("shapes fit");
-            });
+            self.line(
+                &format!("silu {rows}"),
+                rows * s.intermediate * 12,
+                0,
+                10,
+                |_| {
+                    self.backend
+                        .activation(&mut narrow, &wide, &Activation::SiluGated)
+                        .expect("shapes fit");
+                },
+            );
         }
         self.line("fork and join", 0, 0, 2000, |_| {
             self.pool.run(self.pool.threads(), |i| {

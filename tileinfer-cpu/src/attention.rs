@@ -46,25 +46,62 @@ pub(crate) fn attention(
 ) {
     let geometry = pages.geometry;
     let (rows, width) = (step.rows(), shape.heads * shape.head_dim);
-    assert_eq!((shape.kv_heads, shape.head_dim), (geometry.kv_heads, geometry.head_dim), "shape of the cache");
-    assert_eq!((queries.len(), out.len()), (rows * width, rows * width), "queries and output");
+    assert_eq!(
+        (shape.kv_heads, shape.head_dim),
+        (geometry.kv_heads, geometry.head_dim),
+        "shape of the cache"
+    );
+    assert_eq!(
+        (queries.len(), out.len()),
+        (rows * width, rows * width),
+        "queries and output"
+    );
     if out.is_empty() {
         return;
     }
     let group = shape.heads / shape.kv_heads;
-    assert_eq!(shape.heads, group * shape.kv_heads, "heads divide into groups");
+    assert_eq!(
+        shape.heads,
+        group * shape.kv_heads,
+        "heads divide into groups"
+    );
     let tiles = tiles(step, shape.mask, (TILE / group).max(1), group);
-    let call = Call { out: SharedMut::new(out), queries, pages, step, shape, group, rounding };
+    let call = Call {
+        out: SharedMut::new(out),
+        queries,
+        pages,
+        step,
+        shape,
+        group,
+        rounding,
+    };
 
     let items = tiles.len() * shape.kv_heads;
     let blocks: usize = tiles.iter().map(|tile| tile.blocks.len()).sum();
-    let partial: usize = tiles.iter().map(|tile| tile.blocks.len() * call.partial_len(tile)).sum();
-    if items >= 4 * pool.threads() || blocks == tiles.len() || partial * shape.kv_heads > MOST_PARTIAL {
+    let partial: usize = tiles
+        .iter()
+        .map(|tile| tile.blocks.len() * call.partial_len(tile))
+        .sum();
+    if items >= 4 * pool.threads()
+        || blocks == tiles.len()
+        || partial * shape.kv_heads > MOST_PARTIAL
+    {
         pool.run(items, |item| {
             let (call, tile, head) = (&call, &tiles[item / shape.kv_heads], item % shape.kv_heads);
-            with_scratch(call, tile, 2 * call.partial_len(tile), |scratch, partials| {
-                level.dispatch(WholeTile { call, tile, head, scratch, partials });
-            });
+            with_scratch(
+                call,
+                tile,
+                2 * call.partial_len(tile),
+                |scratch, partials| {
+                    level.dispatch(WholeTile {
+                        call,
+                        tile,
+                        head,
+                        scratch,
+                        partials,
+                    });
+                },
+            );
         });
         return;
     }
@@ -91,7 +128,14 @@ pub(crate) fn attention(
             // SAFETY: each item has its own partial result.
             let partial = unsafe { shared.range(at, call.partial_len(tile)) };
             with_scratch(&call, tile, 0, |scratch, _| {
-                level.dispatch(OneBlock { call: &call, tile, head, block, scratch, partial });
+                level.dispatch(OneBlock {
+                    call: &call,
+                    tile,
+                    head,
+                    block,
+                    scratch,
+                    partial,
+                });
             });
         });
         let mut at = 0;
@@ -100,7 +144,13 @@ pub(crate) fn attention(
                 let len = tile.blocks.len() * call.partial_len(tile);
                 let partials = &partial[at..at + len];
                 with_scratch(&call, tile, call.partial_len(tile), |_, state| {
-                    level.dispatch(Merge { call: &call, tile, head, partials, state });
+                    level.dispatch(Merge {
+                        call: &call,
+                        tile,
+                        head,
+                        partials,
+                        state,
+                    });
                 });
                 at += len;
             }
@@ -132,16 +182,28 @@ fn tiles(step: &StepLayout, mask: Mask, rows: usize, group: usize) -> Vec<Tile> 
     let mut tiles = Vec::new();
     for span in 0..step.spans() {
         let all = step.span(span);
-        let end = all.clone().last().map_or(0, |row| step.positions[row] as usize + 1);
+        let end = all
+            .clone()
+            .last()
+            .map_or(0, |row| step.positions[row] as usize + 1);
         for first in all.clone().step_by(rows) {
             let rows = first..all.end.min(first + rows);
-            let visible: Vec<_> =
-                rows.clone().map(|row| visible(mask, step.positions[row] as usize, end)).collect();
+            let visible: Vec<_> = rows
+                .clone()
+                .map(|row| visible(mask, step.positions[row] as usize, end))
+                .collect();
             let start = visible.iter().map(|keys| keys.start).min().unwrap_or(0);
             let end = visible.iter().map(|keys| keys.end).max().unwrap_or(0);
             let blocks = start / KEY_BLOCK..end.div_ceil(KEY_BLOCK);
             let queries = rows.len() * group;
-            tiles.push(Tile { span, rows, visible, keys: start..end, blocks, queries });
+            tiles.push(Tile {
+                span,
+                rows,
+                visible,
+                keys: start..end,
+                blocks,
+                queries,
+            });
         }
     }
     tiles
@@ -196,7 +258,13 @@ impl Kernel for WholeTile<'_, '_> {
     type Output = ();
     #[inline(always)]
     fn run<I: Isa>(self, isa: I) {
-        let WholeTile { call, tile, head, scratch, partials } = self;
+        let WholeTile {
+            call,
+            tile,
+            head,
+            scratch,
+            partials,
+        } = self;
         let (state, partial) = partials.split_at_mut(call.partial_len(tile));
         state.fill(0.0);
         scratch.pack_queries::<I>(call, tile, head);
@@ -222,7 +290,14 @@ impl Kernel for OneBlock<'_, '_> {
     type Output = ();
     #[inline(always)]
     fn run<I: Isa>(self, isa: I) {
-        let OneBlock { call, tile, head, block, scratch, partial } = self;
+        let OneBlock {
+            call,
+            tile,
+            head,
+            block,
+            scratch,
+            partial,
+        } = self;
         scratch.pack_queries::<I>(call, tile, head);
         fold_block(isa, call, tile, head, block, scratch, partial);
     }
@@ -242,7 +317,13 @@ impl Kernel for Merge<'_> {
     type Output = ();
     #[inline(always)]
     fn run<I: Isa>(self, isa: I) {
-        let Merge { call, tile, head, partials, state } = self;
+        let Merge {
+            call,
+            tile,
+            head,
+            partials,
+            state,
+        } = self;
         state.fill(0.0);
         for partial in partials.chunks_exact(call.partial_len(tile)) {
             merge(isa, tile.queries, state, partial);
@@ -262,11 +343,20 @@ struct Scratch<'a> {
 }
 
 /// Calls `f` with this thread's buffers and `more` floats besides.
-fn with_scratch(call: &Call<'_>, tile: &Tile, more: usize, f: impl FnOnce(&mut Scratch<'_>, &mut [f32])) {
+fn with_scratch(
+    call: &Call<'_>,
+    tile: &Tile,
+    more: usize,
+    f: impl FnOnce(&mut Scratch<'_>, &mut [f32]),
+) {
     let head_dim = call.shape.head_dim;
     let (queries, scores) = (tile.queries * head_dim, tile.queries * KEY_BLOCK);
     // The keys and the values of a whole block, in the widest type.
-    let units = if call.pages.geometry.unit == UNIT { 0 } else { 2 * KEY_BLOCK * head_dim };
+    let units = if call.pages.geometry.unit == UNIT {
+        0
+    } else {
+        2 * KEY_BLOCK * head_dim
+    };
     SCRATCH.with_borrow_mut(|buffer| {
         let len = queries + scores + units + more;
         if buffer.len() < len {
@@ -275,7 +365,14 @@ fn with_scratch(call: &Call<'_>, tile: &Tile, more: usize, f: impl FnOnce(&mut S
         let (scores, rest) = buffer[..len].split_at_mut(scores);
         let (queries, rest) = rest.split_at_mut(queries);
         let (units, more) = rest.split_at_mut(units);
-        f(&mut Scratch { queries, scores, units }, more);
+        f(
+            &mut Scratch {
+                queries,
+                scores,
+                units,
+            },
+            more,
+        );
     });
 }
 
@@ -326,7 +423,9 @@ fn fold_block<I: Isa>(
     partial: &mut [f32],
 ) {
     match call.pages.geometry.kind {
-        ComputeType::Bf16 => fold_block_of::<I, Bf16>(isa, call, tile, head, block, scratch, partial),
+        ComputeType::Bf16 => {
+            fold_block_of::<I, Bf16>(isa, call, tile, head, block, scratch, partial)
+        }
         ComputeType::F32 => fold_block_of::<I, F32>(isa, call, tile, head, block, scratch, partial),
     }
 }
@@ -344,7 +443,8 @@ fn fold_block_of<I: Isa, C: Cached>(
     let head_dim = call.shape.head_dim;
     let first_key = block * KEY_BLOCK;
     // Positions from here on are counted from the block's start.
-    let keys = tile.keys.start.max(first_key) - first_key..tile.keys.end.min(first_key + KEY_BLOCK) - first_key;
+    let keys = tile.keys.start.max(first_key) - first_key
+        ..tile.keys.end.min(first_key + KEY_BLOCK) - first_key;
     let units = keys.start / UNIT..keys.end.div_ceil(UNIT);
     let touched = units.start * UNIT..units.end * UNIT;
     let mut places = [(std::ptr::null(), std::ptr::null()); KEY_BLOCK / UNIT];
@@ -359,7 +459,11 @@ fn fold_block_of<I: Isa, C: Cached>(
         let scores = &mut scratch.scores[first * KEY_BLOCK..(first + n) * KEY_BLOCK];
         for u in units.clone() {
             // What is read next is asked for now: the next keys, after the last ones the first values.
-            let next = if u + 1 < units.end { places[u + 1].0 } else { places[units.start].1 };
+            let next = if u + 1 < units.end {
+                places[u + 1].0
+            } else {
+                places[units.start].1
+            };
             let (keys, scores) = ((places[u].0, next), &mut scores[u * UNIT..]);
             let scale = call.shape.scale;
             match n {
@@ -417,10 +521,18 @@ fn unit_place(
         let (page, offset) = place(first_key + u * UNIT);
         let start = geometry.unit_start(page, head, offset);
         let bytes = start..start + geometry.unit_bytes();
-        return (pages.keys[bytes.clone()].as_ptr(), pages.values[bytes].as_ptr());
+        return (
+            pages.keys[bytes.clone()].as_ptr(),
+            pages.values[bytes].as_ptr(),
+        );
     }
     // Small pages, which only tests have: copy what is seen, one position after another.
-    let large = Geometry { page_size: UNIT, kv_heads: 1, unit: UNIT, ..geometry };
+    let large = Geometry {
+        page_size: UNIT,
+        kv_heads: 1,
+        unit: UNIT,
+        ..geometry
+    };
     let len = UNIT * geometry.head_dim;
     let room = &mut scratch.units[2 * u * len..2 * (u + 1) * len];
     room.fill(0.0);
@@ -429,12 +541,16 @@ fn unit_place(
     let size = geometry.kind.size();
     for key in keys.start.max(u * UNIT)..keys.end.min((u + 1) * UNIT) {
         let (page, offset) = place(first_key + key);
-        let (from, to) = (geometry.slot(page, head, offset), large.slot(0, 0, key % UNIT));
+        let (from, to) = (
+            geometry.slot(page, head, offset),
+            large.slot(0, 0, key % UNIT),
+        );
         for d in 0..geometry.head_dim {
             let (from_key, from_value) = (from.key(geometry, d), from.value(geometry, d));
             let (to_key, to_value) = (to.key(large, d), to.value(large, d));
             key_room[to_key..to_key + size].copy_from_slice(&pages.keys[from_key..from_key + size]);
-            value_room[to_value..to_value + size].copy_from_slice(&pages.values[from_value..from_value + size]);
+            value_room[to_value..to_value + size]
+                .copy_from_slice(&pages.values[from_value..from_value + size]);
         }
     }
     (key_room.as_ptr(), value_room.as_ptr())
@@ -484,7 +600,10 @@ fn scores_tile<I: Isa, C: Cached, const Q: usize, const N: usize>(
             let mut even = [isa.splat(0.0); N];
             let mut odd = even;
             for i in 0..N {
-                isa.prefetch(keys.1.wrapping_add((pair * UNIT + first + i * I::LANES) * 2 * C::BYTES));
+                isa.prefetch(
+                    keys.1
+                        .wrapping_add((pair * UNIT + first + i * I::LANES) * 2 * C::BYTES),
+                );
                 // SAFETY: `keys.0` begins a unit of 64 slots; `first + N * LANES` is at most 64.
                 (even[i], odd[i]) = unsafe { C::keys(isa, keys.0, pair, first + i * I::LANES) };
             }
@@ -508,7 +627,9 @@ fn scores_tile<I: Isa, C: Cached, const Q: usize, const N: usize>(
             for i in 0..N {
                 // SAFETY: within row `j` of the scores (asserted).
                 unsafe {
-                    let to = scores.as_mut_ptr().add(j * KEY_BLOCK + first + i * I::LANES);
+                    let to = scores
+                        .as_mut_ptr()
+                        .add(j * KEY_BLOCK + first + i * I::LANES);
                     isa.store(to, isa.mul(sums[j][i], scale));
                 }
             }
@@ -519,7 +640,12 @@ fn scores_tile<I: Isa, C: Cached, const Q: usize, const N: usize>(
 /// Turns the scores of a block into weights `exp(score - max)`, 0 outside of `seen`; the maximum and the sum.
 /// Of the 256 only `touched` are defined, and left so. Nothing seen: all weights and the sum are 0.
 #[inline(always)]
-fn weights_of<I: Isa>(isa: I, scores: &mut [f32], touched: &Range<usize>, seen: Range<usize>) -> (f32, f32) {
+fn weights_of<I: Isa>(
+    isa: I,
+    scores: &mut [f32],
+    touched: &Range<usize>,
+    seen: Range<usize>,
+) -> (f32, f32) {
     let scores = &mut scores[touched.clone()];
     if seen.is_empty() {
         scores.fill(0.0);
@@ -572,7 +698,9 @@ fn values_of<I: Isa, C: Cached, const Q: usize>(
                 let next = if end < keys.end {
                     places[end / UNIT].1
                 } else {
-                    places[keys.start / UNIT].1.wrapping_add(2 * I::LANES * UNIT * C::BYTES)
+                    places[keys.start / UNIT]
+                        .1
+                        .wrapping_add(2 * I::LANES * UNIT * C::BYTES)
                 };
                 for key in key..end {
                     let at = part * UNIT + key % UNIT * width + first - part;
@@ -660,7 +788,10 @@ fn finish<I: Isa>(isa: I, call: &Call<'_>, tile: &Tile, head: usize, state: &[f3
         let out = unsafe { call.out.range(at, head_dim) };
         let sum = isa.splat(max_sum[2 * q + 1]);
         let output = &outputs[q * padded..(q + 1) * padded];
-        for (out, output) in out.chunks_mut(2 * I::LANES).zip(output.chunks_exact(2 * I::LANES)) {
+        for (out, output) in out
+            .chunks_mut(2 * I::LANES)
+            .zip(output.chunks_exact(2 * I::LANES))
+        {
             // SAFETY: `output` holds two vectors, and so does `natural`.
             unsafe {
                 let [a, b] = [0, I::LANES].map(|i| output.as_ptr().add(i));

@@ -5,7 +5,8 @@
 use std::sync::{Arc, Mutex};
 
 use tileinfer::backend::{
-    Activation, AttentionShape, Backend, ComputeType, Element, KvRows, QkNorms, RopeTable, StepLayout,
+    Activation, AttentionShape, Backend, ComputeType, Element, KvRows, QkNorms, RopeTable,
+    StepLayout,
 };
 use tileinfer::kv::KvLayout;
 use tileinfer::sampling::{RowSampler, Sampled};
@@ -59,7 +60,12 @@ impl CpuBackend {
 
     /// A backend with a given instruction set, on a pool that others may share.
     pub fn with_pool(compute: ComputeType, level: Level, pool: Arc<Pool>) -> Self {
-        CpuBackend { compute, level, pool, packed: Mutex::default() }
+        CpuBackend {
+            compute,
+            level,
+            pool,
+            packed: Mutex::default(),
+        }
     }
 
     /// The instruction set.
@@ -95,8 +101,18 @@ impl CpuBackend {
                 let x = &x.values[row * x.width..(row + 1) * x.width];
                 // SAFETY: each piece of each row is one item.
                 let out = unsafe { shared.range(row * width + first, n) };
-                let up = if x.len() == width { x } else { &x[width + first..] };
-                self.level.dispatch(Activate { out, x: &x[first..], up, activation, rounding });
+                let up = if x.len() == width {
+                    x
+                } else {
+                    &x[width + first..]
+                };
+                self.level.dispatch(Activate {
+                    out,
+                    x: &x[first..],
+                    up,
+                    activation,
+                    rounding,
+                });
             }
         });
         Ok(())
@@ -108,7 +124,10 @@ impl CpuTensor {
         if (self.rows, self.width) == (rows, width) {
             return Ok(());
         }
-        Err(Error::Bug(format!("an array is {} x {} and should be {rows} x {width}", self.rows, self.width)))
+        Err(Error::Bug(format!(
+            "an array is {} x {} and should be {rows} x {width}",
+            self.rows, self.width
+        )))
     }
 
     fn all(&self) -> &[f32] {
@@ -139,8 +158,14 @@ fn matrix(part: &WeightPart) -> Result<Matrix<'_>> {
         WeightData::OwnedBf16(values) => (bytes_of(values), linear::Element::Bf16),
         WeightData::OwnedF32(values) => (bytes_of(values), linear::Element::F32),
     };
-    Matrix::new(bytes, element, part.rows(), part.cols())
-        .ok_or_else(|| Error::Bug(format!("{} bytes for {} x {} {element:?}", bytes.len(), part.rows(), part.cols())))
+    Matrix::new(bytes, element, part.rows(), part.cols()).ok_or_else(|| {
+        Error::Bug(format!(
+            "{} bytes for {} x {} {element:?}",
+            bytes.len(),
+            part.rows(),
+            part.cols()
+        ))
+    })
 }
 
 /// Numbers as they lie in memory.
@@ -158,7 +183,11 @@ impl Backend for CpuBackend {
     type Graph = ();
 
     fn name(&self) -> String {
-        format!("CPU ({}, {} threads)", self.level.name(), self.pool.threads())
+        format!(
+            "CPU ({}, {} threads)",
+            self.level.name(),
+            self.pool.threads()
+        )
     }
 
     fn compute_type(&self) -> ComputeType {
@@ -167,12 +196,21 @@ impl Backend for CpuBackend {
 
     fn alloc(&self, element: Element, capacity: usize, width: usize) -> Result<CpuTensor> {
         let values = Aligned::new(capacity * width, 0.0);
-        Ok(CpuTensor { element, rows: 0, width, capacity, values })
+        Ok(CpuTensor {
+            element,
+            rows: 0,
+            width,
+            capacity,
+            values,
+        })
     }
 
     fn set_rows(&self, tensor: &mut CpuTensor, rows: usize) -> Result<()> {
         if rows > tensor.capacity {
-            return Err(Error::Bug(format!("{rows} rows in an array for {}", tensor.capacity)));
+            return Err(Error::Bug(format!(
+                "{rows} rows in an array for {}",
+                tensor.capacity
+            )));
         }
         tensor.rows = rows;
         Ok(())
@@ -185,7 +223,10 @@ impl Backend for CpuBackend {
     fn upload(&self, tensor: &mut CpuTensor, first_row: usize, values: &[f32]) -> Result<()> {
         let (start, rounding) = (first_row * tensor.width, self.rounding(tensor.element));
         let Some(target) = tensor.all_mut().get_mut(start..start + values.len()) else {
-            return Err(Error::Bug(format!("{} values from row {first_row} on do not fit", values.len())));
+            return Err(Error::Bug(format!(
+                "{} values from row {first_row} on do not fit",
+                values.len()
+            )));
         };
         target.copy_from_slice(values);
         self.level.dispatch(Round(target, rounding));
@@ -215,7 +256,13 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
-    fn read_slot(&self, pages: &Pages, page: usize, kv_head: usize, offset: usize) -> Result<(Vec<f32>, Vec<f32>)> {
+    fn read_slot(
+        &self,
+        pages: &Pages,
+        page: usize,
+        kv_head: usize,
+        offset: usize,
+    ) -> Result<(Vec<f32>, Vec<f32>)> {
         Ok(pages.read(page, kv_head, offset))
     }
 
@@ -223,11 +270,17 @@ impl Backend for CpuBackend {
         Ok(CpuStep::default())
     }
 
-    fn prepare(&self, step: &mut CpuStep, layout: &StepLayout, previous: Option<&CpuStep>) -> Result<()> {
+    fn prepare(
+        &self,
+        step: &mut CpuStep,
+        layout: &StepLayout,
+        previous: Option<&CpuStep>,
+    ) -> Result<()> {
         step.layout.clone_from(layout);
         for &(row, index) in &layout.previous {
             let token = previous.and_then(|step| step.sampled.get(index as usize));
-            let token = token.ok_or_else(|| Error::Bug(format!("row {row} awaits token {index} of no step")))?;
+            let token = token
+                .ok_or_else(|| Error::Bug(format!("row {row} awaits token {index} of no step")))?;
             step.layout.ids[row as usize] = token.token;
         }
         step.sampled.clear();
@@ -238,7 +291,10 @@ impl Backend for CpuBackend {
         let (weight, ids) = (&*table.0, &step.layout.ids);
         out.expect(ids.len(), weight.cols())?;
         if let Some(&id) = ids.iter().find(|id| **id as usize >= weight.rows()) {
-            return Err(Error::Bug(format!("token {id} of a vocabulary of {}", weight.rows())));
+            return Err(Error::Bug(format!(
+                "token {id} of a vocabulary of {}",
+                weight.rows()
+            )));
         }
         let (width, rounding) = (out.width, self.rounding(out.element));
         let shared = SharedMut::new(&mut out.values);
@@ -253,13 +309,25 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
-    fn rms_norm(&self, out: &mut CpuTensor, x: &CpuTensor, weight: &CpuTensor, eps: f32) -> Result<()> {
+    fn rms_norm(
+        &self,
+        out: &mut CpuTensor,
+        x: &CpuTensor,
+        weight: &CpuTensor,
+        eps: f32,
+    ) -> Result<()> {
         weight.expect(1, x.width)?;
         out.expect(x.rows, x.width)?;
         let rounding = self.rounding(out.element);
         let (out, rows, weight) = (SharedMut::new(&mut out.values), x.rows, weight.row(0));
-        RmsNorm { out, x: RowsOf::Input(x.all()), weight, eps, rounding }
-            .run(self.level, &self.pool, rows);
+        RmsNorm {
+            out,
+            x: RowsOf::Input(x.all()),
+            weight,
+            eps,
+            rounding,
+        }
+        .run(self.level, &self.pool, rows);
         Ok(())
     }
 
@@ -271,7 +339,11 @@ impl Backend for CpuBackend {
             let (first, len) = (rows.start * width, rows.len() * width);
             // SAFETY: each row is in one range.
             let x = unsafe { shared.range(first, len) };
-            self.level.dispatch(Add { x, delta: &delta.values[first..first + len], rounding });
+            self.level.dispatch(Add {
+                x,
+                delta: &delta.values[first..first + len],
+                rounding,
+            });
         });
         Ok(())
     }
@@ -288,13 +360,30 @@ impl Backend for CpuBackend {
         out.expect(x.rows, x.width)?;
         x.expect(delta.rows, delta.width)?;
         let (rows, rounding) = (x.rows, self.rounding(out.element));
-        let x = RowsOf::Sum(SharedMut::new(&mut x.values), delta.all(), self.rounding(x.element));
+        let x = RowsOf::Sum(
+            SharedMut::new(&mut x.values),
+            delta.all(),
+            self.rounding(x.element),
+        );
         let (out, weight) = (SharedMut::new(&mut out.values), weight.row(0));
-        RmsNorm { out, x, weight, eps, rounding }.run(self.level, &self.pool, rows);
+        RmsNorm {
+            out,
+            x,
+            weight,
+            eps,
+            rounding,
+        }
+        .run(self.level, &self.pool, rows);
         Ok(())
     }
 
-    fn linear(&self, out: &mut CpuTensor, weight: &CpuWeight, bias: Option<&CpuTensor>, x: &CpuTensor) -> Result<()> {
+    fn linear(
+        &self,
+        out: &mut CpuTensor,
+        weight: &CpuWeight,
+        bias: Option<&CpuTensor>,
+        x: &CpuTensor,
+    ) -> Result<()> {
         let (n, k) = (weight.0.rows(), weight.0.cols());
         x.expect(x.rows, k)?;
         out.expect(x.rows, n)?;
@@ -306,7 +395,15 @@ impl Backend for CpuBackend {
         let parts = weight.matrices()?;
         packed.pack(self.level, &self.pool, x.all(), x.rows, k, &parts);
         let bias = bias.map(|bias| bias.row(0));
-        linear_packed(self.level, &self.pool, out.all_mut(), packed, &parts, bias, rounding);
+        linear_packed(
+            self.level,
+            &self.pool,
+            out.all_mut(),
+            packed,
+            &parts,
+            bias,
+            rounding,
+        );
         Ok(())
     }
 
@@ -319,12 +416,24 @@ impl Backend for CpuBackend {
         for_rows(&self.pool, rows, width, |rows| {
             // SAFETY: each row is in one range.
             let x = unsafe { shared.range(rows.start * width, rows.len() * width) };
-            self.level.dispatch(Heads { x, head_dim, norm, rope: None, rounding });
+            self.level.dispatch(Heads {
+                x,
+                head_dim,
+                norm,
+                rope: None,
+                rounding,
+            });
         });
         Ok(())
     }
 
-    fn rope(&self, x: &mut CpuTensor, rope: &RopeTable, step: &CpuStep, queries: bool) -> Result<()> {
+    fn rope(
+        &self,
+        x: &mut CpuTensor,
+        rope: &RopeTable,
+        step: &CpuStep,
+        queries: bool,
+    ) -> Result<()> {
         let (width, rounding) = (x.width, self.rounding(x.element));
         x.expect(step.layout.rows(), width)?;
         let positions = checked_positions(rope, step)?;
@@ -334,7 +443,13 @@ impl Backend for CpuBackend {
                 // SAFETY: each row is in one range.
                 let x = unsafe { shared.range(row * width, width) };
                 let rope = Some((rope, positions[row] as usize, queries));
-                self.level.dispatch(Heads { x, head_dim: 2 * rope.map_or(0, |r| r.0.pairs), norm: None, rope, rounding });
+                self.level.dispatch(Heads {
+                    x,
+                    head_dim: 2 * rope.map_or(0, |r| r.0.pairs),
+                    norm: None,
+                    rope,
+                    rounding,
+                });
             }
         });
         Ok(())
@@ -367,21 +482,46 @@ impl Backend for CpuBackend {
         out.expect(step.layout.rows(), width)?;
         let rounding = self.rounding(out.element);
         let layout = &step.layout;
-        attention(self.level, &self.pool, out.all_mut(), queries.all(), pages, layout, shape, rounding);
+        attention(
+            self.level,
+            &self.pool,
+            out.all_mut(),
+            queries.all(),
+            pages,
+            layout,
+            shape,
+            rounding,
+        );
         Ok(())
     }
 
-    fn activation(&self, out: &mut CpuTensor, x: &CpuTensor, activation: &Activation) -> Result<()> {
+    fn activation(
+        &self,
+        out: &mut CpuTensor,
+        x: &CpuTensor,
+        activation: &Activation,
+    ) -> Result<()> {
         self.activate(out, x, activation)
     }
 
-    fn copy_columns(&self, out: &mut CpuTensor, to: usize, x: &CpuTensor, from: usize, columns: usize) -> Result<()> {
+    fn copy_columns(
+        &self,
+        out: &mut CpuTensor,
+        to: usize,
+        x: &CpuTensor,
+        from: usize,
+        columns: usize,
+    ) -> Result<()> {
         if out.rows != x.rows || to + columns > out.width || from + columns > x.width {
-            return Err(Error::Bug(format!("columns {from}.. of {} to {to}.. of {}", x.width, out.width)));
+            return Err(Error::Bug(format!(
+                "columns {from}.. of {} to {to}.. of {}",
+                x.width, out.width
+            )));
         }
         let width = out.width;
         for row in 0..x.rows {
-            out.values[row * width + to..][..columns].copy_from_slice(&x.row(row)[from..from + columns]);
+            out.values[row * width + to..][..columns]
+                .copy_from_slice(&x.row(row)[from..from + columns]);
         }
         Ok(())
     }
@@ -395,7 +535,12 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
-    fn sample(&self, step: &mut CpuStep, logits: &CpuTensor, rows: &[Option<RowSampler>]) -> Result<()> {
+    fn sample(
+        &self,
+        step: &mut CpuStep,
+        logits: &CpuTensor,
+        rows: &[Option<RowSampler>],
+    ) -> Result<()> {
         step.sampled.clear();
         for (row, sampler) in rows.iter().enumerate() {
             if let Some(sampler) = sampler {
@@ -420,7 +565,12 @@ impl Backend for CpuBackend {
         step: &CpuStep,
         shape: &AttentionShape,
     ) -> Result<()> {
-        let &AttentionShape { heads, kv_heads, head_dim, .. } = shape;
+        let &AttentionShape {
+            heads,
+            kv_heads,
+            head_dim,
+            ..
+        } = shape;
         let (q_width, kv_width) = (heads * head_dim, kv_heads * head_dim);
         let rows = step.layout.rows();
         queries.expect(rows, q_width)?;
@@ -445,11 +595,23 @@ impl Backend for CpuBackend {
                 x.copy_from_slice(q);
                 let norm = norms.query.map(|weight| (weight.row(0), norms.eps));
                 let turn = rope.map(|rope| (rope, position, true));
-                self.level.dispatch(Heads { x, head_dim, norm, rope: turn, rounding });
+                self.level.dispatch(Heads {
+                    x,
+                    head_dim,
+                    norm,
+                    rope: turn,
+                    rounding,
+                });
                 keys.copy_from_slice(k);
                 let norm = norms.key.map(|weight| (weight.row(0), norms.eps));
                 let turn = rope.map(|rope| (rope, position, false));
-                self.level.dispatch(Heads { x: &mut keys, head_dim, norm, rope: turn, rounding });
+                self.level.dispatch(Heads {
+                    x: &mut keys,
+                    head_dim,
+                    norm,
+                    rope: turn,
+                    rounding,
+                });
                 // SAFETY: each row is in one range.
                 unsafe { stores.row(row, &keys, v) };
             }
@@ -461,8 +623,14 @@ impl Backend for CpuBackend {
 /// The positions of a step, all of which the table covers.
 fn checked_positions<'a>(rope: &RopeTable, step: &'a CpuStep) -> Result<&'a [u32]> {
     let positions = &step.layout.positions;
-    match positions.iter().find(|position| **position as usize >= rope.positions()) {
-        Some(position) => Err(Error::Bug(format!("position {position} and RoPE for {}", rope.positions()))),
+    match positions
+        .iter()
+        .find(|position| **position as usize >= rope.positions())
+    {
+        Some(position) => Err(Error::Bug(format!(
+            "position {position} and RoPE for {}",
+            rope.positions()
+        ))),
         None => Ok(positions),
     }
 }
@@ -479,10 +647,23 @@ impl<'a> Stores<'a> {
     fn new(pages: &'a mut Pages, step: &'a CpuStep) -> Result<Self> {
         let slots = &step.layout.slots[..];
         if slots.len() != step.layout.rows() {
-            return Err(Error::Bug(format!("{} slots for {} rows", slots.len(), step.layout.rows())));
+            return Err(Error::Bug(format!(
+                "{} slots for {} rows",
+                slots.len(),
+                step.layout.rows()
+            )));
         }
-        let Pages { geometry, keys, values } = pages;
-        Ok(Stores { geometry: *geometry, keys: SharedMut::new(keys), values: SharedMut::new(values), slots })
+        let Pages {
+            geometry,
+            keys,
+            values,
+        } = pages;
+        Ok(Stores {
+            geometry: *geometry,
+            keys: SharedMut::new(keys),
+            values: SharedMut::new(values),
+            slots,
+        })
     }
 
     /// Writes a row to its slot.
@@ -491,8 +672,16 @@ impl<'a> Stores<'a> {
     /// Each row once, from one thread; slots of rows differ.
     #[inline(always)]
     unsafe fn row(&self, row: usize, key: &[f32], value: &[f32]) {
-        let Stores { geometry, keys, values, slots } = *self;
-        let (page, offset) = (slots[row] as usize / geometry.page_size, slots[row] as usize % geometry.page_size);
+        let Stores {
+            geometry,
+            keys,
+            values,
+            slots,
+        } = *self;
+        let (page, offset) = (
+            slots[row] as usize / geometry.page_size,
+            slots[row] as usize % geometry.page_size,
+        );
         for head in 0..geometry.kv_heads {
             let dims = head * geometry.head_dim..(head + 1) * geometry.head_dim;
             let slot = geometry.slot(page, head, offset);

@@ -45,20 +45,42 @@ impl Pages {
     /// # Errors
     /// An odd head dimension; more bytes than can be addressed.
     pub(crate) fn new(layout: &KvLayout, pages: usize) -> Result<Self> {
-        let &KvLayout { page_size, kv_heads, head_dim, element: KvElement::Compute(kind) } = layout;
+        let &KvLayout {
+            page_size,
+            kv_heads,
+            head_dim,
+            element: KvElement::Compute(kind),
+        } = layout;
         if head_dim % 2 != 0 {
             return Err(Error::usage(format!(
                 "heads of {head_dim} dimensions: the CPU backend's cache needs an even number"
             )));
         }
-        let unit = if page_size % UNIT == 0 { UNIT } else { page_size };
-        let geometry = Geometry { page_size, kv_heads, head_dim, kind, unit };
-        let bytes = geometry.page_bytes().checked_mul(pages).ok_or_else(|| Error::OutOfMemory {
-            what: format!("a cache of {pages} pages"),
-            needed: u64::MAX,
-            available: usize::MAX as u64,
-        })?;
-        Ok(Pages { geometry, keys: Aligned::new(bytes, 0), values: Aligned::new(bytes, 0) })
+        let unit = if page_size % UNIT == 0 {
+            UNIT
+        } else {
+            page_size
+        };
+        let geometry = Geometry {
+            page_size,
+            kv_heads,
+            head_dim,
+            kind,
+            unit,
+        };
+        let bytes = geometry
+            .page_bytes()
+            .checked_mul(pages)
+            .ok_or_else(|| Error::OutOfMemory {
+                what: format!("a cache of {pages} pages"),
+                needed: u64::MAX,
+                available: usize::MAX as u64,
+            })?;
+        Ok(Pages {
+            geometry,
+            keys: Aligned::new(bytes, 0),
+            values: Aligned::new(bytes, 0),
+        })
     }
 
     /// Copies whole pages `(from, to)`.
@@ -77,8 +99,11 @@ impl Pages {
         let slot = geometry.slot(page, head, offset);
         let dims = 0..geometry.head_dim;
         (
-            dims.clone().map(|d| geometry.read(&self.keys, slot.key(geometry, d))).collect(),
-            dims.map(|d| geometry.read(&self.values, slot.value(geometry, d))).collect(),
+            dims.clone()
+                .map(|d| geometry.read(&self.keys, slot.key(geometry, d)))
+                .collect(),
+            dims.map(|d| geometry.read(&self.values, slot.value(geometry, d)))
+                .collect(),
         )
     }
 }
@@ -103,13 +128,18 @@ impl Geometry {
 
     #[inline(always)]
     pub(crate) fn slot(&self, page: usize, head: usize, offset: usize) -> Slot {
-        Slot { start: self.unit_start(page, head, offset), slot: offset % self.unit }
+        Slot {
+            start: self.unit_start(page, head, offset),
+            slot: offset % self.unit,
+        }
     }
 
     fn read(&self, from: &[u8], at: usize) -> f32 {
         match self.kind {
             ComputeType::Bf16 => half::bf16::from_le_bytes([from[at], from[at + 1]]).to_f32(),
-            ComputeType::F32 => f32::from_le_bytes([from[at], from[at + 1], from[at + 2], from[at + 3]]),
+            ComputeType::F32 => {
+                f32::from_le_bytes([from[at], from[at + 1], from[at + 2], from[at + 3]])
+            }
         }
     }
 
@@ -184,7 +214,8 @@ impl Slot {
     /// Byte of dimension `d` of the value.
     #[inline(always)]
     pub(crate) fn value(self, geometry: Geometry, d: usize) -> usize {
-        self.start + geometry.kind.size() * value_index(geometry.unit, geometry.head_dim, self.slot, d)
+        self.start
+            + geometry.kind.size() * value_index(geometry.unit, geometry.head_dim, self.slot, d)
     }
 }
 

@@ -9,7 +9,13 @@ use crate::simd::{Isa, Kernel, Level};
 
 /// The best of `passes` plain reads of `bytes` of memory by all threads of the pool, in bytes a second of
 /// `clock` (which gives seconds).
-pub fn read_bandwidth(level: Level, pool: &Pool, bytes: usize, passes: usize, clock: &dyn Fn() -> f64) -> f64 {
+pub fn read_bandwidth(
+    level: Level,
+    pool: &Pool,
+    bytes: usize,
+    passes: usize,
+    clock: &dyn Fn() -> f64,
+) -> f64 {
     const CHUNK: usize = 1 << 18;
     let data = vec![1.0_f32; bytes / 4];
     let sink = AtomicU32::new(0);
@@ -44,7 +50,9 @@ impl Kernel for Read<'_> {
             }
         }
         let [a, b, c, d, e, f, g, h] = sums;
-        isa.reduce_add4([isa.add(a, b), isa.add(c, d), isa.add(e, f), isa.add(g, h)]).iter().sum()
+        isa.reduce_add4([isa.add(a, b), isa.add(c, d), isa.add(e, f), isa.add(g, h)])
+            .iter()
+            .sum()
     }
 }
 
@@ -85,7 +93,10 @@ pub fn multiply_add_rate(level: Level, pool: &Pool, passes: usize, clock: &dyn F
     for _ in 0..passes {
         let start = clock();
         pool.run(4 * pool.threads(), |_| {
-            let sum = level.dispatch(Multiply { steps: STEPS, rounds: ROUNDS / 4 });
+            let sum = level.dispatch(Multiply {
+                steps: STEPS,
+                rounds: ROUNDS / 4,
+            });
             sink.fetch_xor(sum.to_bits(), Ordering::Relaxed);
         });
         best = best.min(clock() - start);

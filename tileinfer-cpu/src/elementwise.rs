@@ -3,8 +3,8 @@
 //! Every kernel takes a range of rows; which ranges, on how many threads, changes no bit. A sum of squares runs
 //! over the width lane by lane and folds once. What this module decided not to know: pages, weights.
 
-use tileinfer::backend::{Activation, RopeTable};
 use std::ops::Range;
+use tileinfer::backend::{Activation, RopeTable};
 
 use crate::math::{exp_m1, silu};
 use crate::pool::Pool;
@@ -41,7 +41,9 @@ pub(crate) enum RowsOf<'a> {
 impl RmsNorm<'_> {
     pub(crate) fn run(&self, level: Level, pool: &Pool, rows: usize) {
         let width = self.weight.len();
-        for_rows(pool, rows, width, |rows| level.dispatch(RmsNormRows(self, rows)));
+        for_rows(pool, rows, width, |rows| {
+            level.dispatch(RmsNormRows(self, rows))
+        });
     }
 }
 
@@ -67,7 +69,10 @@ impl Kernel for RmsNormRows<'_> {
             let out = unsafe { op.out.range(row * width, width) };
             let scale = norm_scale(isa, x, op.eps);
             for (at, part) in parts(isa, width) {
-                let y = isa.mul(isa.mul(part.load(isa, &x[at..]), scale), part.load(isa, &op.weight[at..]));
+                let y = isa.mul(
+                    isa.mul(part.load(isa, &x[at..]), scale),
+                    part.load(isa, &op.weight[at..]),
+                );
                 part.store(isa, &mut out[at..], op.rounding.apply(isa, y));
             }
         }
@@ -139,12 +144,21 @@ impl Kernel for Heads<'_> {
     type Output = ();
     #[inline(always)]
     fn run<I: Isa>(self, isa: I) {
-        let Heads { x, head_dim, norm, rope, rounding } = self;
+        let Heads {
+            x,
+            head_dim,
+            norm,
+            rope,
+            rounding,
+        } = self;
         for head in x.chunks_exact_mut(head_dim) {
             if let Some((weight, eps)) = norm {
                 let scale = norm_scale(isa, head, eps);
                 for (at, part) in parts(isa, head_dim) {
-                    let y = isa.mul(isa.mul(part.load(isa, &head[at..]), scale), part.load(isa, &weight[at..]));
+                    let y = isa.mul(
+                        isa.mul(part.load(isa, &head[at..]), scale),
+                        part.load(isa, &weight[at..]),
+                    );
                     part.store(isa, &mut head[at..], rounding.apply(isa, y));
                 }
             }
@@ -156,10 +170,24 @@ impl Kernel for Heads<'_> {
 }
 
 #[inline(always)]
-fn rotate<I: Isa>(isa: I, head: &mut [f32], table: &RopeTable, position: usize, queries: bool, rounding: Rounding) {
+fn rotate<I: Isa>(
+    isa: I,
+    head: &mut [f32],
+    table: &RopeTable,
+    position: usize,
+    queries: bool,
+    rounding: Rounding,
+) {
     let pairs = table.pairs;
-    let (cos, sin) = (&table.cos[position * pairs..][..pairs], &table.sin[position * pairs..][..pairs]);
-    let scale = table.query_scale.as_ref().filter(|_| queries).map(|scale| isa.splat(scale[position]));
+    let (cos, sin) = (
+        &table.cos[position * pairs..][..pairs],
+        &table.sin[position * pairs..][..pairs],
+    );
+    let scale = table
+        .query_scale
+        .as_ref()
+        .filter(|_| queries)
+        .map(|scale| isa.splat(scale[position]));
     let (first, second) = head.split_at_mut(pairs);
     for (at, part) in parts(isa, pairs) {
         let (a, b) = (part.load(isa, &first[at..]), part.load(isa, &second[at..]));
@@ -190,20 +218,33 @@ impl Kernel for Activate<'_> {
     type Output = ();
     #[inline(always)]
     fn run<I: Isa>(self, isa: I) {
-        let Activate { out, x, up, activation, rounding } = self;
+        let Activate {
+            out,
+            x,
+            up,
+            activation,
+            rounding,
+        } = self;
         match activation {
-            Activation::SiluGated => for (at, part) in parts(isa, out.len()) {
-                let y = isa.mul(silu(isa, part.load(isa, &x[at..])), part.load(isa, &up[at..]));
-                part.store(isa, &mut out[at..], rounding.apply(isa, y));
+            Activation::SiluGated => {
+                for (at, part) in parts(isa, out.len()) {
+                    let y = isa.mul(
+                        silu(isa, part.load(isa, &x[at..])),
+                        part.load(isa, &up[at..]),
+                    );
+                    part.store(isa, &mut out[at..], rounding.apply(isa, y));
+                }
             }
-            Activation::Xielu(xielu) => for (at, part) in parts(isa, out.len()) {
-                let x = part.load(isa, &x[at..]);
-                let linear = isa.mul(isa.splat(xielu.beta), x);
-                let positive = isa.mul_add(isa.mul(isa.splat(xielu.alpha_p), x), x, linear);
-                let curve = isa.sub(exp_m1(isa, isa.min(isa.splat(xielu.eps), x)), x);
-                let negative = isa.mul_add(curve, isa.splat(xielu.alpha_n), linear);
-                let y = isa.select_positive(x, positive, negative);
-                part.store(isa, &mut out[at..], rounding.apply(isa, y));
+            Activation::Xielu(xielu) => {
+                for (at, part) in parts(isa, out.len()) {
+                    let x = part.load(isa, &x[at..]);
+                    let linear = isa.mul(isa.splat(xielu.beta), x);
+                    let positive = isa.mul_add(isa.mul(isa.splat(xielu.alpha_p), x), x, linear);
+                    let curve = isa.sub(exp_m1(isa, isa.min(isa.splat(xielu.eps), x)), x);
+                    let negative = isa.mul_add(curve, isa.splat(xielu.alpha_n), linear);
+                    let y = isa.select_positive(x, positive, negative);
+                    part.store(isa, &mut out[at..], rounding.apply(isa, y));
+                }
             }
         }
     }

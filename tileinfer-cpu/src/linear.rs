@@ -52,7 +52,12 @@ impl<'a> Matrix<'a> {
     /// A view of `bytes`; `None` if their number is not `rows * cols` elements.
     pub(crate) fn new(bytes: &'a [u8], element: Element, rows: usize, cols: usize) -> Option<Self> {
         let wanted = rows.checked_mul(cols)?.checked_mul(element.bytes())?;
-        (bytes.len() == wanted).then_some(Matrix { bytes, element, rows, cols })
+        (bytes.len() == wanted).then_some(Matrix {
+            bytes,
+            element,
+            rows,
+            cols,
+        })
     }
 
     /// Output features.
@@ -83,7 +88,10 @@ struct Order {
 
 impl Default for Order {
     fn default() -> Self {
-        Order { data: Aligned::new(0, 0.0), valid: false }
+        Order {
+            data: Aligned::new(0, 0.0),
+            valid: false,
+        }
     }
 }
 
@@ -118,8 +126,14 @@ pub(crate) fn linear_packed(
     let (rows, cols) = (packed.rows, packed.cols);
     let n: usize = parts.iter().map(Matrix::rows).sum();
     assert_eq!(packed.level, Some(level), "level of the packed activations");
-    assert!(parts.iter().all(|part| part.cols == cols), "columns of activations and weight");
-    assert!(bias.is_none_or(|bias| bias.len() == n), "length of the bias");
+    assert!(
+        parts.iter().all(|part| part.cols == cols),
+        "columns of activations and weight"
+    );
+    assert!(
+        bias.is_none_or(|bias| bias.len() == n),
+        "length of the bias"
+    );
     assert_eq!(y.len(), rows * n, "length of the output");
     if y.is_empty() {
         return;
@@ -130,10 +144,24 @@ pub(crate) fn linear_packed(
         let (part, range, first) = &chunks[i];
         let weight = parts[*part];
         let order = packed.order(weight.element);
-        assert!(order.valid, "activations are not packed for {:?}", weight.element);
+        assert!(
+            order.valid,
+            "activations are not packed for {:?}",
+            weight.element
+        );
         let bias = bias.map(|bias| &bias[first + range.start..first + range.end]);
         let (rows, range) = (packed.rows, range.clone());
-        level.dispatch(Chunk { range, out, stride: n, first: *first, x: &order.data, rows, weight, bias, rounding });
+        level.dispatch(Chunk {
+            range,
+            out,
+            stride: n,
+            first: *first,
+            x: &order.data,
+            rows,
+            weight,
+            bias,
+            rounding,
+        });
     });
 }
 
@@ -141,16 +169,24 @@ pub(crate) fn linear_packed(
 fn chunks(parts: &[Matrix<'_>], rows: usize) -> impl Iterator<Item = (usize, Range<usize>, usize)> {
     let total: usize = parts.iter().map(|part| part.bytes.len()).sum();
     // At least a dozen chunks where there is so much, so that no thread waits long for the last one.
-    let most = if rows < MANY { STREAM_BYTES } else { REUSE_BYTES };
+    let most = if rows < MANY {
+        STREAM_BYTES
+    } else {
+        REUSE_BYTES
+    };
     let bytes = most.min(total / 12);
     let mut first = 0;
     parts.iter().enumerate().flat_map(move |(i, part)| {
         let row_bytes = (part.cols * part.element.bytes()).max(1);
-        let chunk = (bytes / row_bytes).next_multiple_of(WEIGHT_ROWS).max(WEIGHT_ROWS);
+        let chunk = (bytes / row_bytes)
+            .next_multiple_of(WEIGHT_ROWS)
+            .max(WEIGHT_ROWS);
         let start = first;
         first += part.rows;
         let n = part.rows;
-        (0..n).step_by(chunk).map(move |at| (i, at..n.min(at + chunk), start))
+        (0..n)
+            .step_by(chunk)
+            .map(move |at| (i, at..n.min(at + chunk), start))
     })
 }
 
@@ -159,12 +195,22 @@ impl Packed {
     ///
     /// # Panics
     /// If `x` has not `rows * cols` elements.
-    pub(crate) fn pack(&mut self, level: Level, pool: &Pool, x: &[f32], rows: usize, cols: usize, parts: &[Matrix<'_>]) {
+    pub(crate) fn pack(
+        &mut self,
+        level: Level,
+        pool: &Pool,
+        x: &[f32],
+        rows: usize,
+        cols: usize,
+        parts: &[Matrix<'_>],
+    ) {
         assert_eq!(x.len(), rows * cols, "activations of a linear");
         (self.rows, self.cols, self.level) = (rows, cols, Some(level));
         let padded = cols.next_multiple_of(2 * level.lanes());
         for (order, interleaved) in [(&mut self.interleaved, true), (&mut self.halves, false)] {
-            order.valid = parts.iter().any(|part| (part.element == Element::Bf16) == interleaved);
+            order.valid = parts
+                .iter()
+                .any(|part| (part.element == Element::Bf16) == interleaved);
             if !order.valid {
                 continue;
             }
@@ -174,7 +220,14 @@ impl Packed {
             let out = SharedMut::new(&mut order.data);
             // Some ten thousand elements at a time.
             pool.run_chunks(rows, (16384 / padded.max(1)).max(1), |range| {
-                level.dispatch(Pack { range, out, x, rows, cols, interleaved });
+                level.dispatch(Pack {
+                    range,
+                    out,
+                    x,
+                    rows,
+                    cols,
+                    interleaved,
+                });
             });
         }
     }
@@ -220,7 +273,9 @@ impl Kernel for Pack<'_> {
                 // SAFETY: each row writes its own places, and is in one range; both slices hold 2 * LANES
                 // elements.
                 unsafe {
-                    let to = self.out.range(tile_out + (s * tile_rows + row - tile) * step, step);
+                    let to = self
+                        .out
+                        .range(tile_out + (s * tile_rows + row - tile) * step, step);
                     if self.interleaved {
                         let (even, odd) = isa.load_deinterleaved(from.as_ptr());
                         isa.store(to.as_mut_ptr(), even);
@@ -278,7 +333,11 @@ impl Chunk<'_> {
         let size = tile_size::<I>(self.rows);
         // Few rows: each register tile of weights meets all of them while it is in the L1 cache. Many: each
         // tile of activations meets all weights of the chunk.
-        let (group, ahead) = if self.rows < MANY { (WEIGHT_ROWS, true) } else { (self.range.len(), false) };
+        let (group, ahead) = if self.rows < MANY {
+            (WEIGHT_ROWS, true)
+        } else {
+            (self.range.len(), false)
+        };
         let mut n = self.range.start;
         while n < self.range.end {
             let weights = n..self.range.end.min(n + group);
@@ -325,9 +384,8 @@ impl Chunk<'_> {
         while n < weights.end {
             // Rows past the end stand in for themselves by the last one; their sums are not stored.
             let count = WEIGHT_ROWS.min(weights.end - n);
-            let w: [*const u8; WEIGHT_ROWS] = [0, 1, 2, 3].map(|i| {
-                self.weight.bytes[(n + i.min(count - 1)) * row_bytes..].as_ptr()
-            });
+            let w: [*const u8; WEIGHT_ROWS] = [0, 1, 2, 3]
+                .map(|i| self.weight.bytes[(n + i.min(count - 1)) * row_bytes..].as_ptr());
             let mut sums = [[isa.splat(0.0); WEIGHT_ROWS]; ROWS];
             let mut x = x.as_ptr();
             let mut done = 0;
@@ -358,7 +416,9 @@ impl Chunk<'_> {
                 unsafe {
                     if ahead {
                         for i in 0..WEIGHT_ROWS {
-                            isa.prefetch(next.wrapping_add((s * WEIGHT_ROWS + i) * step * E::BYTES));
+                            isa.prefetch(
+                                next.wrapping_add((s * WEIGHT_ROWS + i) * step * E::BYTES),
+                            );
                         }
                     }
                     let pairs = [
@@ -388,7 +448,10 @@ impl Chunk<'_> {
             for r in 0..ROWS {
                 let folded = isa.reduce_add4(sums[r]);
                 // SAFETY: this chunk alone writes columns `self.range` of the output rows.
-                let y = unsafe { self.out.range((first + r) * self.stride + self.first + n, count) };
+                let y = unsafe {
+                    self.out
+                        .range((first + r) * self.stride + self.first + n, count)
+                };
                 if count == WEIGHT_ROWS {
                     y.copy_from_slice(&folded);
                 } else {
@@ -407,7 +470,10 @@ impl Chunk<'_> {
         }
         let n = self.range.len();
         // SAFETY: this chunk alone writes columns `self.range` of the output rows.
-        let y = unsafe { self.out.range(row * self.stride + self.first + self.range.start, n) };
+        let y = unsafe {
+            self.out
+                .range(row * self.stride + self.first + self.range.start, n)
+        };
         for (at, part) in parts(isa, n) {
             let mut v = part.load(isa, &y[at..]);
             if let Some(bias) = self.bias {

@@ -135,7 +135,11 @@ impl Pool {
                 thread::yield_now();
             }
         }
-        let panic = shared.panic.lock().unwrap_or_else(|e| e.into_inner()).take();
+        let panic = shared
+            .panic
+            .lock()
+            .unwrap_or_else(|e| e.into_inner())
+            .take();
         shared.busy.store(false, Ordering::Release);
         if let Some(payload) = panic {
             resume_unwind(payload);
@@ -164,7 +168,9 @@ impl Drop for Pool {
 
 impl std::fmt::Debug for Pool {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Pool").field("threads", &self.threads()).finish()
+        f.debug_struct("Pool")
+            .field("threads", &self.threads())
+            .finish()
     }
 }
 
@@ -184,7 +190,10 @@ impl Shared {
         }));
         if let Err(payload) = result {
             self.next.0.store(job.items, Ordering::Relaxed);
-            self.panic.lock().unwrap_or_else(|e| e.into_inner()).get_or_insert(payload);
+            self.panic
+                .lock()
+                .unwrap_or_else(|e| e.into_inner())
+                .get_or_insert(payload);
         }
     }
 
@@ -231,7 +240,10 @@ struct Patience {
 
 impl Patience {
     fn new() -> Self {
-        Patience { until: None, spins: 0 }
+        Patience {
+            until: None,
+            spins: 0,
+        }
     }
 
     /// Pauses for a moment; true once [`SPIN`] has passed since the first call.
@@ -308,7 +320,10 @@ mod tests {
                 pool.run(20, |i| assert!(i != bad, "item {bad}"));
             }));
             let payload = result.expect_err("the panic is passed on");
-            assert_eq!(payload.downcast_ref::<String>().unwrap(), &format!("item {bad}"));
+            assert_eq!(
+                payload.downcast_ref::<String>().unwrap(),
+                &format!("item {bad}")
+            );
             let count = AtomicUsize::new(0);
             pool.run(9, |_| {
                 count.fetch_add(1, Ordering::Relaxed);

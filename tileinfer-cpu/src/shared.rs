@@ -24,7 +24,11 @@ unsafe impl<T: Send> Sync for SharedMut<'_, T> {}
 
 impl<'a, T> SharedMut<'a, T> {
     pub(crate) fn new(slice: &'a mut [T]) -> Self {
-        SharedMut { start: slice.as_mut_ptr(), len: slice.len(), borrow: PhantomData }
+        SharedMut {
+            start: slice.as_mut_ptr(),
+            len: slice.len(),
+            borrow: PhantomData,
+        }
     }
 
     /// Elements `first .. first + len`.
@@ -36,7 +40,10 @@ impl<'a, T> SharedMut<'a, T> {
     /// If they are not within the slice.
     #[inline(always)]
     pub(crate) unsafe fn range(&self, first: usize, len: usize) -> &'a mut [T] {
-        assert!(first <= self.len && len <= self.len - first, "a part outside of its slice");
+        assert!(
+            first <= self.len && len <= self.len - first,
+            "a part outside of its slice"
+        );
         // SAFETY: within the slice, and not aliased by the caller's promise.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(first), len) }
     }

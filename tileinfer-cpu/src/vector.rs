@@ -53,7 +53,11 @@ impl Part {
 /// function they stand in, and each vector operation in them would become a call.
 #[inline(always)]
 pub(crate) fn parts<I: Isa>(_isa: I, n: usize) -> Parts<I> {
-    Parts { at: 0, n, isa: std::marker::PhantomData }
+    Parts {
+        at: 0,
+        n,
+        isa: std::marker::PhantomData,
+    }
 }
 
 /// See [`parts`].

@@ -8,6 +8,8 @@ use tileinfer_cpu::{CpuBackend, Level, Pool};
 fn every_level_conforms() {
     let pool = Arc::new(Pool::new(2));
     for level in Level::all() {
-        tileinfer::testing::conformance(&|kind| CpuBackend::with_pool(kind, level, Arc::clone(&pool)));
+        tileinfer::testing::conformance(&|kind| {
+            CpuBackend::with_pool(kind, level, Arc::clone(&pool))
+        });
     }
 }

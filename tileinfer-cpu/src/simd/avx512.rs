@@ -107,11 +107,7 @@ impl Isa for Avx512 {
                 _mm512_set1_epi32(0xffff_0000_u32 as i32),
             );
             let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(v, v);
-            _mm512_mask_blend_ps(
-                nan,
-                _mm512_castsi512_ps(rounded),
-                _mm512_set1_ps(f32::NAN),
-            )
+            _mm512_mask_blend_ps(nan, _mm512_castsi512_ps(rounded), _mm512_set1_ps(f32::NAN))
         })
     }
     #[inline(always)]

@@ -76,12 +76,7 @@ impl Isa for Neon {
         neon!(vbslq_f32(vcltq_f32(a, b), a, b))
     }
     #[inline(always)]
-    fn select_positive(
-        self,
-        x: float32x4_t,
-        yes: float32x4_t,
-        no: float32x4_t,
-    ) -> float32x4_t {
+    fn select_positive(self, x: float32x4_t, yes: float32x4_t, no: float32x4_t) -> float32x4_t {
         neon!(vbslq_f32(vcgtq_f32(x, vdupq_n_f32(0.0)), yes, no))
     }
     #[inline(always)]

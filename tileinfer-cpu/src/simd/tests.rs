@@ -2,7 +2,7 @@
 
 use super::{Isa, Kernel, Level};
 
-fn each_level<K: Kernel + Clone>(kernel: K) {
+fn each_level<K: Kernel + Clone>(kernel: &K) {
     for level in Level::all() {
         level.dispatch(kernel.clone());
     }
@@ -44,7 +44,10 @@ impl Kernel for Reductions {
         assert_eq!(isa.reduce_add4(v), want);
         for i in 0..4 {
             assert_eq!(isa.reduce_add(v[i]), want[i]);
-            let max = all[i * n..(i + 1) * n].iter().copied().fold(f32::MIN, f32::max);
+            let max = all[i * n..(i + 1) * n]
+                .iter()
+                .copied()
+                .fold(f32::MIN, f32::max);
             assert_eq!(isa.reduce_max(v[i]), max);
         }
     }
@@ -52,7 +55,7 @@ impl Kernel for Reductions {
 
 #[test]
 fn reductions_follow_the_tree() {
-    each_level(Reductions);
+    each_level(&Reductions);
 }
 
 #[derive(Clone)]
@@ -62,8 +65,21 @@ impl Kernel for Rounding {
     #[inline(always)]
     fn run<I: Isa>(self, isa: I) {
         let mut cases = values(4096);
-        cases.extend([0.0, -0.0, f32::INFINITY, f32::NEG_INFINITY, f32::MAX, f32::MIN]);
-        cases.extend([f32::MIN_POSITIVE, 1e-40, -1e-42, f32::NAN, f32::from_bits(0xffff_ffff)]);
+        cases.extend([
+            0.0,
+            -0.0,
+            f32::INFINITY,
+            f32::NEG_INFINITY,
+            f32::MAX,
+            f32::MIN,
+        ]);
+        cases.extend([
+            f32::MIN_POSITIVE,
+            1e-40,
+            -1e-42,
+            f32::NAN,
+            f32::from_bits(0xffff_ffff),
+        ]);
         cases.extend([0x3f80_8000, 0x3f81_8000, 0x3f80_8001, 0x3f80_7fff].map(f32::from_bits));
         cases.resize(cases.len().next_multiple_of(I::LANES), 1.0);
         for chunk in cases.chunks(I::LANES) {
@@ -84,7 +100,7 @@ impl Kernel for Rounding {
 
 #[test]
 fn rounding_to_bf16_is_to_nearest_even() {
-    each_level(Rounding);
+    each_level(&Rounding);
 }
 
 #[derive(Clone)]
@@ -135,7 +151,7 @@ impl Kernel for Pairs {
 
 #[test]
 fn pairs_are_loaded_and_stored_in_the_stated_order() {
-    each_level(Pairs);
+    each_level(&Pairs);
 }
 
 #[derive(Clone)]
@@ -149,8 +165,13 @@ impl Kernel for Lanewise {
         let (a, b, c) = (&all[..n], &all[n..2 * n], &all[2 * n..]);
         let mut got = vec![0.0; n];
         // SAFETY: a, b, c and got hold LANES values each.
-        let (x, y, z) =
-            unsafe { (isa.load(a.as_ptr()), isa.load(b.as_ptr()), isa.load(c.as_ptr())) };
+        let (x, y, z) = unsafe {
+            (
+                isa.load(a.as_ptr()),
+                isa.load(b.as_ptr()),
+                isa.load(c.as_ptr()),
+            )
+        };
         let mut check = |v: I::V, want: &dyn Fn(f32, f32, f32) -> f32| {
             // SAFETY: got holds LANES values.
             unsafe { isa.store(got.as_mut_ptr(), v) };
@@ -164,7 +185,9 @@ impl Kernel for Lanewise {
         check(isa.div(x, y), &|a, b, _| a / b);
         check(isa.max(x, y), &|a, b, _| a.max(b));
         check(isa.min(x, y), &|a, b, _| a.min(b));
-        check(isa.select_positive(x, y, z), &|a, b, c| if a > 0.0 { b } else { c });
+        check(isa.select_positive(x, y, z), &|a, b, c| {
+            if a > 0.0 { b } else { c }
+        });
         let magic = isa.splat(12_582_912.0 + 3.0);
         check(isa.add_exponent(x, magic), &|a, _, _| a * 8.0);
         // SAFETY: got holds LANES values.
@@ -178,5 +201,5 @@ impl Kernel for Lanewise {
 
 #[test]
 fn lanewise_operations_are_those_of_f32() {
-    each_level(Lanewise);
+    each_level(&Lanewise);
 }
