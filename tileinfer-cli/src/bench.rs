@@ -6,34 +6,46 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use serde_json::json;
+use tileinfer::backend::{Count, Profile};
 use tileinfer::config::ModelConfig;
 use tileinfer::kv::Sequence;
 use tileinfer::runner::{Batch, Input, Rows, Span, Want};
-use tileinfer_cpu::ceilings::Ceilings;
 
 use crate::args::BenchArgs;
+use crate::ceilings::Ceilings;
+use crate::models;
 use crate::open::{self, Opened, Purpose};
 use crate::voice::Voice;
 
 pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
-    let voice = Voice::new(&args.place.voice);
-    if args.prompt_tokens == 0 || args.gen_tokens == 0 || args.runs == 0 || args.batch == 0 {
-        bail!("--prompt-tokens, --gen-tokens, --runs and --batch have to be at least 1");
-    }
+    let voice = Voice::new(args.voice);
+    let profile = Profile::default();
     let depth = args.depth.unwrap_or(args.prompt_tokens);
     let length = (depth + args.gen_tokens).max(args.prompt_tokens) + 1;
-    let purpose = Purpose { sequences: args.batch, length: Some(length) };
+    let purpose = Purpose {
+        sequences: args.batch,
+        length: Some(length),
+        profile: args.profile.then_some(&profile),
+    };
     let mut opened = match (&args.model, &args.random) {
-        (Some(model), _) => open::open(&open::model_dir(model)?, &args.place, purpose, &voice)?,
-        (None, Some(name)) => open::open_random(random_config(name)?, &args.place, purpose, &voice)?,
+        (Some(model), _) => {
+            let dir = models::dir(model, None, args.hub)?;
+            open::open(&dir, &args.place, purpose, &voice)?
+        }
+        (None, Some(name)) => {
+            open::open_random(random_config(name)?, &args.place, purpose, &voice)?
+        }
         (None, None) => bail!("give a model, or --random"),
     };
 
-    let before = Ceilings::measure(opened.threads);
-    let prefill = prefill(&mut opened, args)?;
-    let decode = decode(&mut opened, args, depth, &voice)?;
-    let ceilings = before.best(&Ceilings::measure(opened.threads));
-    report(args, &opened, prefill, decode, depth, &ceilings)
+    let before = Ceilings::measure(opened.threads)?;
+    let prefill = prefill(&mut opened, args, &profile)?;
+    let prefill_ops = profile.take();
+    let decode = decode(&mut opened, args, depth, &voice, &profile)?;
+    let decode_ops = profile.take();
+    let ceilings = before.best(&Ceilings::measure(opened.threads)?);
+    let ops = [("prefill", prefill_ops), ("decode", decode_ops)];
+    report(args, &opened, prefill, decode, depth, &ceilings, &ops)
 }
 
 fn random_config(name: &str) -> Result<ModelConfig> {
@@ -43,14 +55,19 @@ fn random_config(name: &str) -> Result<ModelConfig> {
     let path = Path::new(name);
     let text = std::fs::read_to_string(path).with_context(|| {
         let names: Vec<_> = ModelConfig::builtin_names().collect();
-        format!("{name} is neither a config.json nor one of {}", names.join(", "))
+        format!(
+            "{name} is neither a config.json nor one of {}",
+            names.join(", ")
+        )
     })?;
     Ok(ModelConfig::from_json(&text, path)?)
 }
 
 /// Some tokens, the same every time.
 fn some_tokens(count: usize, vocabulary: usize) -> Vec<u32> {
-    (0..count).map(|i| ((i * 7919 + 13) % vocabulary) as u32).collect()
+    (0..count)
+        .map(|i| ((i * 7919 + 13) % vocabulary) as u32)
+        .collect()
 }
 
 /// Runs `ids` as new tokens of every sequence, in chunks; the logits of the last of them are computed.
@@ -65,8 +82,16 @@ fn extend(opened: &mut Opened, sequences: &mut [Sequence], ids: &[u32]) -> Resul
             let start = sequence.len();
             sequence.reserve(start, start + part.len())?;
             let rows = if i == last { Rows::Last } else { Rows::None };
-            let want = Want { rows, ..Want::default() };
-            batch.spans.push(Span { input: Input::Ids(part.to_vec()), start, table: sequence.table(), want });
+            let want = Want {
+                rows,
+                ..Want::default()
+            };
+            batch.spans.push(Span {
+                input: Input::Ids(part.to_vec()),
+                start,
+                table: sequence.table(),
+                want,
+            });
         }
         opened.steps.runner()?.step(&batch)?;
         for sequence in sequences.iter_mut() {
@@ -77,7 +102,7 @@ fn extend(opened: &mut Opened, sequences: &mut [Sequence], ids: &[u32]) -> Resul
 }
 
 /// Seconds of prefilling the prompt from an empty cache: the median.
-fn prefill(opened: &mut Opened, args: &BenchArgs) -> Result<f64> {
+fn prefill(opened: &mut Opened, args: &BenchArgs, profile: &Profile) -> Result<f64> {
     let ids = some_tokens(args.prompt_tokens, opened.steps.limits().vocabulary);
     let mut times = Vec::new();
     for run in 0..=args.runs {
@@ -86,15 +111,25 @@ fn prefill(opened: &mut Opened, args: &BenchArgs) -> Result<f64> {
         extend(opened, &mut sequences, &ids)?;
         if run > 0 {
             times.push(start.elapsed().as_secs_f64());
+        } else {
+            profile.take();
         }
     }
     Ok(median(times))
 }
 
 /// Seconds of one decode step of all sequences: the median over runs of the mean of a run.
-fn decode(opened: &mut Opened, args: &BenchArgs, depth: usize, voice: &Voice) -> Result<f64> {
+fn decode(
+    opened: &mut Opened,
+    args: &BenchArgs,
+    depth: usize,
+    voice: &Voice,
+    profile: &Profile,
+) -> Result<f64> {
     let ids = some_tokens(depth, opened.steps.limits().vocabulary);
-    let mut sequences: Vec<Sequence> = (0..args.batch).map(|_| opened.steps.new_sequence()).collect();
+    let mut sequences: Vec<Sequence> = (0..args.batch)
+        .map(|_| opened.steps.new_sequence())
+        .collect();
     let bar = voice.bar("filling the cache", depth as u64);
     if depth > 0 {
         extend(opened, &mut sequences, &ids)?;
@@ -102,13 +137,19 @@ fn decode(opened: &mut Opened, args: &BenchArgs, depth: usize, voice: &Voice) ->
     bar.finish_and_clear();
     let mut times = Vec::new();
     for run in 0..=args.runs {
-        let tokens = if run == 0 { args.gen_tokens.min(8) } else { args.gen_tokens };
+        let tokens = if run == 0 {
+            args.gen_tokens.min(8)
+        } else {
+            args.gen_tokens
+        };
         let start = Instant::now();
         for i in 0..tokens {
             extend(opened, &mut sequences, &[(i % 100) as u32])?;
         }
         if run > 0 {
             times.push(start.elapsed().as_secs_f64() / tokens as f64);
+        } else {
+            profile.take();
         }
         for sequence in &mut sequences {
             sequence.truncate(depth);
@@ -129,13 +170,19 @@ fn report(
     step_seconds: f64,
     depth: usize,
     ceilings: &Ceilings,
+    ops: &[(&str, Vec<(String, Count)>)],
 ) -> Result<()> {
     let config = &opened.config;
     let limits = opened.steps.limits();
     // What a step reads: every weight once (the embedding only where it is the head too) and the keys and
     // values of every sequence, half of the generated tokens on average.
     let embedding = (config.vocab_size * config.hidden_size) as u64;
-    let read = config.parameter_count() - if config.tie_word_embeddings { 0 } else { embedding };
+    let read = config.parameter_count()
+        - if config.tie_word_embeddings {
+            0
+        } else {
+            embedding
+        };
     let weight_bytes = read * opened.weights_bytes / config.parameter_count().max(1);
     let kv_bytes = (limits.layers * limits.kv.position_bytes()) as u64;
     let context = (depth + args.gen_tokens / 2) as u64;
@@ -146,7 +193,8 @@ fn report(
     // for the last token.
     let head = (config.output_vocab_size * config.hidden_size) as u64;
     let tokens = args.prompt_tokens as u64;
-    let attention = 4 * config.layers.len() as u64 * (config.num_heads * config.head_dim) as u64 * tokens / 2;
+    let attention =
+        4 * config.layers.len() as u64 * (config.num_heads * config.head_dim) as u64 * tokens / 2;
     let flop = tokens * (2 * (read - head) + attention) + 2 * head;
     let tflop_s = flop as f64 / prefill_seconds / 1e12;
 
@@ -164,7 +212,7 @@ fn report(
     });
     let mut out = std::io::stdout().lock();
     if args.json {
-        let object = json!({
+        let mut object = json!({
             "prefill": prefill,
             "decode": decode,
             "ceilings": {
@@ -181,10 +229,23 @@ fn report(
             "runs": args.runs,
             "weights_bytes": opened.weights_bytes,
         });
+        if args.profile {
+            let phases = ops.iter().map(|(phase, counts)| {
+                let rows: Vec<_> = counts.iter().map(|row| op_json(row, ceilings)).collect();
+                ((*phase).to_owned(), json!(rows))
+            });
+            object["profile"] = phases.collect::<serde_json::Map<_, _>>().into();
+        }
         writeln!(out, "{object}")?;
         return Ok(());
     }
-    writeln!(out, "{}, {} threads; medians of {} runs", opened.steps.device(), opened.threads, args.runs)?;
+    writeln!(
+        out,
+        "{}, {} threads; medians of {} runs",
+        opened.steps.device(),
+        opened.threads,
+        args.runs
+    )?;
     writeln!(
         out,
         "ceilings  read {:.1} GB/s, copy {:.1} GB/s, f32 product {:.3} TFLOP/s",
@@ -204,5 +265,68 @@ fn report(
         args.batch,
         step_seconds * 1e3
     )?;
+    for (phase, counts) in ops.iter().filter(|_| args.profile) {
+        let all: f64 = counts
+            .iter()
+            .map(|(_, count)| count.time.as_secs_f64())
+            .sum();
+        writeln!(
+            out,
+            "\n{phase:32}    calls  share   us a call    GB/s of read   GFLOP/s of product"
+        )?;
+        for (what, count) in counts {
+            let op = Op::new(count, ceilings);
+            writeln!(
+                out,
+                "{what:32} {:8} {:6.3} {:11.2} {:7.1}  {:5.2} {:9.1}  {:5.2}",
+                count.calls,
+                count.time.as_secs_f64() / all,
+                op.us,
+                op.gb_s,
+                op.of_read,
+                op.gflop_s,
+                op.of_product
+            )?;
+        }
+    }
     Ok(())
+}
+
+/// The speed of an op, and how near it comes to what the machine can do.
+struct Op {
+    us: f64,
+    gb_s: f64,
+    of_read: f64,
+    gflop_s: f64,
+    of_product: f64,
+}
+
+impl Op {
+    fn new(count: &Count, ceilings: &Ceilings) -> Self {
+        let seconds = count.time.as_secs_f64().max(1e-9);
+        let (gb_s, gflop_s) = (
+            count.bytes as f64 / seconds / 1e9,
+            count.flop as f64 / seconds / 1e9,
+        );
+        Op {
+            us: seconds * 1e6 / count.calls as f64,
+            gb_s,
+            of_read: gb_s / ceilings.read_gb_s,
+            gflop_s,
+            of_product: gflop_s / ceilings.matmul_tflop_s / 1e3,
+        }
+    }
+}
+
+fn op_json((what, count): &(String, Count), ceilings: &Ceilings) -> serde_json::Value {
+    let op = Op::new(count, ceilings);
+    json!({
+        "op": what,
+        "calls": count.calls,
+        "us_per_call": op.us,
+        "gb_s": op.gb_s,
+        "read_fraction": op.of_read,
+        "gflop_s": op.gflop_s,
+        "product_fraction": op.of_product,
+    })
 }

@@ -9,9 +9,10 @@ use serde_json::{Value, json};
 use tileinfer::chat::{ChatRequest, ChatTemplate};
 use tileinfer::tokenizer::Tokenizer;
 
-use crate::WrongUsage;
 use crate::args::TokenizeArgs;
-use crate::open;
+use crate::files;
+use crate::models;
+use crate::usage;
 
 /// What a directory has: a tokenizer, a template, or both. Each is an error only once it is needed.
 struct Files {
@@ -45,7 +46,9 @@ impl Files {
     }
 
     fn tokenizer(&self) -> Result<&Tokenizer> {
-        self.tokenizer.as_ref().map_err(|error| anyhow::anyhow!("{error}"))
+        self.tokenizer
+            .as_ref()
+            .map_err(|error| anyhow::anyhow!("{error}"))
     }
 
     fn encode(&self, text: &str, special: bool) -> Result<Value> {
@@ -57,7 +60,10 @@ impl Files {
     }
 
     fn chat(&self, request: &ChatRequest) -> Result<Value> {
-        let template = self.template.as_ref().map_err(|error| anyhow::anyhow!("{error}"))?;
+        let template = self
+            .template
+            .as_ref()
+            .map_err(|error| anyhow::anyhow!("{error}"))?;
         let text = template.render(request)?;
         if !self.has_tokenizer {
             return Ok(json!({"text": text}));
@@ -84,26 +90,23 @@ impl Files {
 }
 
 pub(crate) fn tokenize(args: &TokenizeArgs) -> Result<()> {
-    let files = Files::open(&open::model_dir(&args.model)?);
+    let files = Files::open(&models::dir(&args.name.model, None, args.name.hub)?);
     if let Some(path) = &args.jsonl {
         return jsonl(&files, path);
     }
     let answer = if let Some(ids) = &args.decode {
         files.decode(ids, args.skip_special)?
     } else if let Some(path) = &args.chat {
-        let text = open::read_text(path)?;
+        let text = files::read_text(path)?;
         let request: ChatRequest = serde_json::from_str(&text)
             .with_context(|| format!("{} is not a chat request", path.display()))?;
         files.chat(&request)?
     } else if let Some(path) = &args.file {
-        files.encode(&open::read_text(path)?, args.special)?
+        files.encode(&files::read_text(path)?, args.special)?
     } else if let Some(text) = &args.text {
         files.encode(text, args.special)?
     } else {
-        return Err(WrongUsage(
-            "give a TEXT, or --file, --decode, --chat or --jsonl".to_owned(),
-        )
-        .into());
+        return Err(usage("give a TEXT, or --file, --decode, --chat or --jsonl"));
     };
     let mut out = std::io::stdout().lock();
     match (args.json, answer.get("text"), answer.get("ids")) {
@@ -119,7 +122,8 @@ fn jsonl(files: &Files, path: &Path) -> Result<()> {
     let reader: Box<dyn BufRead> = if path == Path::new("-") {
         Box::new(std::io::stdin().lock())
     } else {
-        let file = std::fs::File::open(path).with_context(|| format!("reading {}", path.display()))?;
+        let file =
+            std::fs::File::open(path).with_context(|| format!("reading {}", path.display()))?;
         Box::new(std::io::BufReader::new(file))
     };
     let mut out = std::io::BufWriter::new(std::io::stdout().lock());
@@ -129,7 +133,9 @@ fn jsonl(files: &Files, path: &Path) -> Result<()> {
         if line.trim().is_empty() {
             continue;
         }
-        let answer = files.line(&line).unwrap_or_else(|error| json!({"error": format!("{error:#}")}));
+        let answer = files
+            .line(&line)
+            .unwrap_or_else(|error| json!({"error": format!("{error:#}")}));
         writeln!(out, "{answer}")?;
     }
     out.flush()?;

@@ -59,7 +59,8 @@ impl Answers {
         for index in 0..count {
             let mut options = params.options.clone();
             options.seed = options.seed.wrapping_add((index % params.choices) as u64);
-            let (sender, metrics, mut last) = (sender.clone(), state.metrics.clone(), LastToken::default());
+            let (sender, metrics, mut last) =
+                (sender.clone(), state.metrics.clone(), LastToken::default());
             let request = Request {
                 prompt: prompts[index / params.choices].clone(),
                 options,
@@ -73,8 +74,17 @@ impl Answers {
             };
             handles.push(loaded.model.engine.submit(request)?);
         }
-        let usage = Usage { prompt: prompts.iter().map(Vec::len).sum(), ..Usage::default() };
-        Ok(Answers { events, handles, left: count, choices: params.choices, usage })
+        let usage = Usage {
+            prompt: prompts.iter().map(Vec::len).sum(),
+            ..Usage::default()
+        };
+        Ok(Answers {
+            events,
+            handles,
+            left: count,
+            choices: params.choices,
+            usage,
+        })
     }
 
     /// How many there are.
@@ -93,7 +103,11 @@ impl Answers {
             if let Ended::Finished(finished) = ended {
                 self.usage.completion += finished.completion_tokens;
                 // A prompt counts once, as its first answer found it.
-                self.usage.cached += if index % self.choices == 0 { finished.cached_tokens } else { 0 };
+                self.usage.cached += if index % self.choices == 0 {
+                    finished.cached_tokens
+                } else {
+                    0
+                };
             }
         }
         event
@@ -104,15 +118,23 @@ impl Answers {
 pub(crate) fn finished(ended: Ended) -> ApiResult<Finished> {
     match ended {
         Ended::Finished(finished) => Ok(finished),
-        Ended::Cancelled => Err(ApiError::unavailable("the request was cancelled: the server is shutting down")),
+        Ended::Cancelled => Err(ApiError::unavailable(
+            "the request was cancelled: the server is shutting down",
+        )),
         Ended::Failed(error) => Err(error.into()),
     }
 }
 
 /// Runs what computes for long where it holds nobody up.
-pub(crate) async fn aside<T: Send + 'static>(work: impl FnOnce() -> ApiResult<T> + Send + 'static) -> ApiResult<T> {
+pub(crate) async fn aside<T: Send + 'static>(
+    work: impl FnOnce() -> ApiResult<T> + Send + 'static,
+) -> ApiResult<T> {
     let done = tokio::task::spawn_blocking(work).await;
-    done.unwrap_or_else(|_| Err(ApiError::internal("the request set off a panic. This is a bug, please report it")))
+    done.unwrap_or_else(|_| {
+        Err(ApiError::internal(
+            "the request set off a panic. This is a bug, please report it",
+        ))
+    })
 }
 
 /// Shared by all who answer.

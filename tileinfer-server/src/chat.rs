@@ -62,7 +62,10 @@ impl Prepared {
     fn read(body: &[u8], state: &State, loaded: &Loaded) -> ApiResult<Self> {
         let model = &loaded.model;
         let template = model.template.as_ref().ok_or_else(|| {
-            ApiError::invalid(format!("{} has no chat template; use /v1/completions", model.name))
+            ApiError::invalid(format!(
+                "{} has no chat template; use /v1/completions",
+                model.name
+            ))
         })?;
         let mut fields = Fields::from_body(body)?;
         let mut params = Params::read(&mut fields, state, loaded)?;
@@ -71,22 +74,35 @@ impl Prepared {
         let logprobs = fields.flag("logprobs")?.unwrap_or(false);
         let top_logprobs = fields.count("top_logprobs")?;
         if top_logprobs.is_some_and(|top| top > MAX_TOP_LOGPROBS || !logprobs) {
-            let what = format!("top_logprobs must be at most {MAX_TOP_LOGPROBS} and needs logprobs to be true");
+            let what = format!(
+                "top_logprobs must be at most {MAX_TOP_LOGPROBS} and needs logprobs to be true"
+            );
             return Err(ApiError::field("top_logprobs", what));
         }
         params.options.top_logprobs = logprobs.then(|| top_logprobs.unwrap_or(0));
-        if let Some(modalities) = fields.take("modalities").filter(|modalities| *modalities != json!(["text"])) {
-            let reason = format!("modalities is {}; only [\"text\"] can be had", brief(&modalities));
+        if let Some(modalities) = fields
+            .take("modalities")
+            .filter(|modalities| *modalities != json!(["text"]))
+        {
+            let reason = format!(
+                "modalities is {}; only [\"text\"] can be had",
+                brief(&modalities)
+            );
             return Err(ApiError::unsupported("modalities", &reason));
         }
         let tools = Tools::read(&mut fields, state.options.max_schema_bytes)?;
         let mut form = response_form(&mut fields, state.options.max_schema_bytes)?;
         if form.is_some() && !tools.is_empty() {
-            let reason = "response_format and tools are not supported together; leave one of them out";
+            let reason =
+                "response_format and tools are not supported together; leave one of them out";
             return Err(ApiError::unsupported("response_format", reason));
         }
         if let Some((tools, most)) = tools.forced() {
-            form = Some(Form::Calls { style: loaded.style.tools, tools, most });
+            form = Some(Form::Calls {
+                style: loaded.style.tools,
+                tools,
+                most,
+            });
         }
         let mut request = conversation(&mut fields, state.options.max_messages, template)?;
         fields.finish()?;
@@ -96,54 +112,105 @@ impl Prepared {
             request.tools = Some(tools.given.clone());
         }
         let thinks = template.supports_thinking();
-        let asked_to_think = request.variables.get("enable_thinking").and_then(Value::as_bool);
+        let asked_to_think = request
+            .variables
+            .get("enable_thinking")
+            .and_then(Value::as_bool);
         if form.is_some() && thinks && asked_to_think.is_none() {
             // Who asks for a form wants it at once.
-            request.variables.insert("enable_thinking".to_owned(), false.into());
+            request
+                .variables
+                .insert("enable_thinking".to_owned(), false.into());
         }
-        let text = template.accommodate(request).and_then(|request| template.render(&request));
+        let text = template
+            .accommodate(request)
+            .and_then(|request| template.render(&request));
         let text = text.map_err(|error| ApiError::from(error).about("messages"))?;
-        let in_reasoning = loaded.style.think.is_some_and(|marks| text.trim_end().ends_with(marks.open));
+        let in_reasoning = loaded
+            .style
+            .think
+            .is_some_and(|marks| text.trim_end().ends_with(marks.open));
         let prompt = model.tokenizer.encode(&text, false)?;
         let reasoning = match loaded.style.think.filter(|_| form.is_some()) {
-            Some(marks) if in_reasoning => Some(Reasoning { open: None, close: marks.close }),
+            Some(marks) if in_reasoning => Some(Reasoning {
+                open: None,
+                close: marks.close,
+            }),
             Some(marks) if thinks && asked_to_think == Some(true) => {
                 let open = model.tokenizer.token_id(marks.open);
-                Some(Reasoning { open, close: marks.close })
+                Some(Reasoning {
+                    open,
+                    close: marks.close,
+                })
             }
             _ => None,
         };
-        Ok(Prepared { params, prompt, tools, form, reasoning, in_reasoning, logprobs })
+        Ok(Prepared {
+            params,
+            prompt,
+            tools,
+            form,
+            reasoning,
+            in_reasoning,
+            logprobs,
+        })
     }
 
     fn ask(&self, state: &State, loaded: &Loaded) -> ApiResult<Answers> {
         let skip_special = !loaded.style.needs_special_tokens(!self.tools.is_empty());
-        let form_field = if self.tools.is_empty() { "response_format" } else { "tools" };
+        let form_field = if self.tools.is_empty() {
+            "response_format"
+        } else {
+            "tools"
+        };
         let constraint = || {
-            let Some(form) = &self.form else { return Ok(None) };
+            let Some(form) = &self.form else {
+                return Ok(None);
+            };
             let stop_ids = self.params.options.stop_ids.clone();
-            let made = loaded.grammars()?.constraint(form, stop_ids, self.reasoning.clone());
-            made.map(Some).map_err(|error| ApiError::from(error).about(form_field))
+            let made = loaded
+                .grammars()?
+                .constraint(form, stop_ids, self.reasoning.clone());
+            made.map(Some)
+                .map_err(|error| ApiError::from(error).about(form_field))
         };
         let prompts = std::slice::from_ref(&self.prompt);
-        Answers::ask(state, loaded, prompts, &self.params, skip_special, &constraint)
+        Answers::ask(
+            state,
+            loaded,
+            prompts,
+            &self.params,
+            skip_special,
+            &constraint,
+        )
     }
 }
 
 /// What `response_format` asks for.
 fn response_form(fields: &mut Fields, max_bytes: usize) -> ApiResult<Option<Form>> {
-    let Some(mut format) = fields.object("response_format")? else { return Ok(None) };
+    let Some(mut format) = fields.object("response_format")? else {
+        return Ok(None);
+    };
     let kind = format.string("type")?.unwrap_or_default();
     let form = match kind.as_str() {
         "text" => None,
         "json_object" => Some(Form::Json(json!({"type": "object"}))),
         "json_schema" => {
-            let missing = |what| ApiError::field(format!("response_format.{what}"), format!("response_format.{what} is missing"));
-            let mut described = format.object("json_schema")?.ok_or_else(|| missing("json_schema"))?;
+            let missing = |what| {
+                ApiError::field(
+                    format!("response_format.{what}"),
+                    format!("response_format.{what} is missing"),
+                )
+            };
+            let mut described = format
+                .object("json_schema")?
+                .ok_or_else(|| missing("json_schema"))?;
             // Names and descriptions are for people, and the schema is followed strictly either way.
             described.let_pass(&["name", "description"]);
             described.flag("strict")?;
-            let schema = described.take("schema").ok_or_else(|| missing("json_schema.schema"))?;
+            let schema = described
+                .take("schema")
+                .ok_or_else(|| missing("json_schema.schema"))?;
             described.finish()?;
             let bytes = schema.to_string().len();
             if bytes > max_bytes {
@@ -153,7 +220,9 @@ fn response_form(fields: &mut Fields, max_bytes: usize) -> ApiResult<Option<Form
             Some(Form::Json(schema))
         }
         other => {
-            let what = format!("response_format.type is {other:?}, it must be text, json_object or json_schema");
+            let what = format!(
+                "response_format.type is {other:?}, it must be text, json_object or json_schema"
+            );
             return Err(ApiError::field("response_format.type", what));
         }
     };
@@ -162,29 +231,50 @@ fn response_form(fields: &mut Fields, max_bytes: usize) -> ApiResult<Option<Form
 }
 
 /// The messages, and what else the template is told.
-fn conversation(fields: &mut Fields, max_messages: usize, template: &ChatTemplate) -> ApiResult<ChatRequest> {
-    let mut messages = fields.list("messages")?.ok_or_else(|| ApiError::field("messages", "messages is missing"))?;
+fn conversation(
+    fields: &mut Fields,
+    max_messages: usize,
+    template: &ChatTemplate,
+) -> ApiResult<ChatRequest> {
+    let mut messages = fields
+        .list("messages")?
+        .ok_or_else(|| ApiError::field("messages", "messages is missing"))?;
     if messages.is_empty() || messages.len() > max_messages {
         let count = messages.len();
-        let what = format!("there are {count} messages, there must be between 1 and {max_messages}");
+        let what =
+            format!("there are {count} messages, there must be between 1 and {max_messages}");
         return Err(ApiError::field("messages", what));
     }
     for (i, message) in messages.iter_mut().enumerate() {
-        let wrong = |what: &str| ApiError::field(format!("messages[{i}]"), format!("messages[{i}] {what}"));
-        let Value::Object(fields) = message else { return Err(wrong("is not an object")) };
+        let wrong =
+            |what: &str| ApiError::field(format!("messages[{i}]"), format!("messages[{i}] {what}"));
+        let Value::Object(fields) = message else {
+            return Err(wrong("is not an object"));
+        };
         fields.retain(|_, value| !value.is_null());
         if fields.contains_key("function_call") || fields.contains_key("audio") {
-            return Err(wrong("has a function_call or audio, which are not supported"));
+            return Err(wrong(
+                "has a function_call or audio, which are not supported",
+            ));
         }
         match fields.get("role").and_then(Value::as_str) {
             Some("developer") if !template.mentions("developer") => {
                 fields.insert("role".to_owned(), "system".into());
             }
             Some("system" | "developer" | "user" | "assistant" | "tool") => {}
-            _ => return Err(wrong("needs a role: system, developer, user, assistant or tool")),
+            _ => {
+                return Err(wrong(
+                    "needs a role: system, developer, user, assistant or tool",
+                ));
+            }
         }
-        if !matches!(fields.get("content"), None | Some(Value::String(_) | Value::Array(_))) {
-            return Err(wrong("has content that is neither a string nor a list of parts"));
+        if !matches!(
+            fields.get("content"),
+            None | Some(Value::String(_) | Value::Array(_))
+        ) {
+            return Err(wrong(
+                "has content that is neither a string nor a list of parts",
+            ));
         }
     }
     let variables = fields.map("chat_template_kwargs")?.unwrap_or_default();
@@ -195,7 +285,13 @@ fn conversation(fields: &mut Fields, max_messages: usize, template: &ChatTemplat
         return Err(ApiError::field("continue_final_message", what));
     }
     let continue_final_message = continues.then(|| "content".to_owned());
-    Ok(ChatRequest { messages, add_generation_prompt, continue_final_message, variables, ..ChatRequest::default() })
+    Ok(ChatRequest {
+        messages,
+        add_generation_prompt,
+        continue_final_message,
+        variables,
+        ..ChatRequest::default()
+    })
 }
 
 /// The events of a request as chunks, or gathered into one answer.
@@ -225,7 +321,12 @@ impl Telling {
     fn new(prepared: &Prepared, app: &App, loaded: Arc<Loaded>, count: usize) -> Self {
         let (tools, most_calls) = (&prepared.tools, prepared.tools.most_calls);
         let choice = || Choice {
-            parser: OutputParser::new(loaded.style, !tools.is_empty(), prepared.in_reasoning, most_calls),
+            parser: OutputParser::new(
+                loaded.style,
+                !tools.is_empty(),
+                prepared.in_reasoning,
+                most_calls,
+            ),
             logprobs: Vec::new(),
             content: String::new(),
             reasoning: String::new(),
@@ -246,15 +347,23 @@ impl Telling {
     }
 
     /// The pieces that an event makes of an answer, and how it ended if it did.
-    fn read(&mut self, index: usize, event: Event) -> ApiResult<(Vec<Piece>, Option<&'static str>)> {
+    fn read(
+        &mut self,
+        index: usize,
+        event: Event,
+    ) -> ApiResult<(Vec<Piece>, Option<&'static str>)> {
         let choice = &mut self.choices[index];
         match event {
             Event::Started { .. } => Ok((Vec::new(), None)),
             Event::Tokens { text, tokens } => {
                 if self.logprobs {
-                    let told = tokens.iter().filter(|token| !self.stop_ids.contains(&token.token));
+                    let told = tokens
+                        .iter()
+                        .filter(|token| !self.stop_ids.contains(&token.token));
                     let tokenizer = &self.loaded.model.tokenizer;
-                    choice.logprobs.extend(told.map(|token: &Sampled| logprobs::of_chat(tokenizer, token)));
+                    choice
+                        .logprobs
+                        .extend(told.map(|token: &Sampled| logprobs::of_chat(tokenizer, token)));
                 }
                 Ok((choice.parser.push(&text), None))
             }
@@ -327,7 +436,11 @@ impl Telling {
 
     fn chunk(&mut self, index: usize, delta: &Value, finish: Option<&str>) -> Value {
         let told = std::mem::take(&mut self.choices[index].logprobs);
-        let logprobs = if told.is_empty() { Value::Null } else { json!({"content": told, "refusal": null}) };
+        let logprobs = if told.is_empty() {
+            Value::Null
+        } else {
+            json!({"content": told, "refusal": null})
+        };
         self.envelope(&json!([{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}]))
     }
 
@@ -349,7 +462,11 @@ impl Telling {
 impl Chunks for Telling {
     fn event(&mut self, index: usize, event: Event) -> ApiResult<Vec<Value>> {
         if let Event::Started { .. } = event {
-            return Ok(vec![self.chunk(index, &json!({"role": "assistant", "content": ""}), None)]);
+            return Ok(vec![self.chunk(
+                index,
+                &json!({"role": "assistant", "content": ""}),
+                None,
+            )]);
         }
         let (pieces, finish) = self.read(index, event)?;
         let mut chunks = Vec::with_capacity(pieces.len() + 1);
@@ -383,9 +500,16 @@ impl Chunks for Telling {
 }
 
 /// The prompt that a conversation makes, for `/tokenize`.
-pub(crate) fn prompt_of(fields: &mut Fields, state: &State, loaded: &Loaded) -> ApiResult<Vec<u32>> {
+pub(crate) fn prompt_of(
+    fields: &mut Fields,
+    state: &State,
+    loaded: &Loaded,
+) -> ApiResult<Vec<u32>> {
     let model = &loaded.model;
-    let template = model.template.as_ref().ok_or_else(|| ApiError::invalid(format!("{} has no chat template", model.name)))?;
+    let template = model
+        .template
+        .as_ref()
+        .ok_or_else(|| ApiError::invalid(format!("{} has no chat template", model.name)))?;
     let tools = Tools::read(fields, state.options.max_schema_bytes)?;
     let mut request = conversation(fields, state.options.max_messages, template)?;
     if loaded.style.tools_untold {
@@ -393,5 +517,7 @@ pub(crate) fn prompt_of(fields: &mut Fields, state: &State, loaded: &Loaded) -> 
     } else if !tools.is_empty() {
         request.tools = Some(tools.given);
     }
-    Ok(model.tokenizer.encode(&template.render(&template.accommodate(request)?)?, false)?)
+    Ok(model
+        .tokenizer
+        .encode(&template.render(&template.accommodate(request)?)?, false)?)
 }

@@ -28,7 +28,14 @@ pub(crate) async fn completions(Shared(app): Shared<App>, body: Bytes) -> ApiRes
         let (app, loaded) = (app.clone(), loaded.clone());
         move || {
             let prepared = Prepared::read(&body, &app, &loaded)?;
-            let answers = Answers::ask(&app, &loaded, &prepared.prompts, &prepared.params, true, &|| Ok(None))?;
+            let answers = Answers::ask(
+                &app,
+                &loaded,
+                &prepared.prompts,
+                &prepared.params,
+                true,
+                &|| Ok(None),
+            )?;
             Ok((prepared, answers))
         }
     })
@@ -57,24 +64,49 @@ impl Prepared {
         let mut params = Params::read(&mut fields, state, loaded)?;
         params.options.max_tokens = Some(fields.count("max_tokens")?.unwrap_or(DEFAULT_MAX_TOKENS));
         params.options.top_logprobs = fields.count("logprobs")?;
-        if params.options.top_logprobs.is_some_and(|top| top > MAX_LOGPROBS) {
-            return Err(ApiError::field("logprobs", format!("logprobs must be at most {MAX_LOGPROBS}")));
+        if params
+            .options
+            .top_logprobs
+            .is_some_and(|top| top > MAX_LOGPROBS)
+        {
+            return Err(ApiError::field(
+                "logprobs",
+                format!("logprobs must be at most {MAX_LOGPROBS}"),
+            ));
         }
         let echo = fields.flag("echo")?.unwrap_or(false);
         if echo && params.options.top_logprobs.is_some() {
-            return Err(ApiError::unsupported("echo", "echo is not supported together with logprobs; leave one out"));
+            return Err(ApiError::unsupported(
+                "echo",
+                "echo is not supported together with logprobs; leave one out",
+            ));
         }
-        if fields.count("best_of")?.is_some_and(|best| best != params.choices) {
-            return Err(ApiError::unsupported("best_of", "best_of is not supported unless it equals n"));
+        if fields
+            .count("best_of")?
+            .is_some_and(|best| best != params.choices)
+        {
+            return Err(ApiError::unsupported(
+                "best_of",
+                "best_of is not supported unless it equals n",
+            ));
         }
-        let prompt = fields.take("prompt").ok_or_else(|| ApiError::field("prompt", "prompt is missing"))?;
+        let prompt = fields
+            .take("prompt")
+            .ok_or_else(|| ApiError::field("prompt", "prompt is missing"))?;
         fields.finish()?;
         let prompts = prompts(&prompt, loaded)?;
         let (count, most) = (prompts.len() * params.choices, state.options.max_choices);
         if count > most {
-            return Err(ApiError::field("prompt", format!("prompts times n are {count}, the limit is {most}")));
+            return Err(ApiError::field(
+                "prompt",
+                format!("prompts times n are {count}, the limit is {most}"),
+            ));
         }
-        Ok(Prepared { params, prompts, echo })
+        Ok(Prepared {
+            params,
+            prompts,
+            echo,
+        })
     }
 }
 
@@ -84,10 +116,15 @@ fn prompts(prompt: &Value, loaded: &Loaded) -> ApiResult<Vec<Vec<u32>>> {
     let one = |prompt: &Value| match (prompt, fields::ids(prompt)) {
         (Value::String(text), _) => encode(text),
         (_, Some(ids)) => Ok(ids),
-        _ => Err(ApiError::field("prompt", "prompt must be a string, token ids, or a list of either")),
+        _ => Err(ApiError::field(
+            "prompt",
+            "prompt must be a string, token ids, or a list of either",
+        )),
     };
     match prompt {
-        Value::Array(list) if !list.is_empty() && !list[0].is_number() => list.iter().map(one).collect(),
+        Value::Array(list) if !list.is_empty() && !list[0].is_number() => {
+            list.iter().map(one).collect()
+        }
         prompt => Ok(vec![one(prompt)?]),
     }
 }
@@ -115,11 +152,25 @@ struct Choice {
 
 impl Telling {
     fn new(prepared: Prepared, app: &App, loaded: Arc<Loaded>, count: usize) -> Self {
-        let Prepared { params, prompts, echo } = prepared;
+        let Prepared {
+            params,
+            prompts,
+            echo,
+        } = prepared;
         let choice = |index: usize| {
             let prompt = &prompts[index / params.choices];
-            let echo = if echo { loaded.model.tokenizer.decode(prompt, true) } else { String::new() };
-            Choice { echo, text: String::new(), tokens: Vec::new(), offset: 0, finish: None }
+            let echo = if echo {
+                loaded.model.tokenizer.decode(prompt, true)
+            } else {
+                String::new()
+            };
+            Choice {
+                echo,
+                text: String::new(),
+                tokens: Vec::new(),
+                offset: 0,
+                finish: None,
+            }
         };
         let choices = (0..count).map(choice).collect();
         Telling {
@@ -140,7 +191,11 @@ impl Telling {
             Event::Tokens { text, tokens } => {
                 choice.text.push_str(&text);
                 if self.logprobs {
-                    choice.tokens.extend(tokens.into_iter().filter(|token| !self.stop_ids.contains(&token.token)));
+                    choice.tokens.extend(
+                        tokens
+                            .into_iter()
+                            .filter(|token| !self.stop_ids.contains(&token.token)),
+                    );
                 }
             }
             Event::End(ended) => {
@@ -155,10 +210,14 @@ impl Telling {
     /// What has been gathered of an answer since it was last told.
     fn told(&mut self, index: usize) -> Value {
         let choice = &mut self.choices[index];
-        let (text, tokens) = (std::mem::take(&mut choice.text), std::mem::take(&mut choice.tokens));
+        let (text, tokens) = (
+            std::mem::take(&mut choice.text),
+            std::mem::take(&mut choice.tokens),
+        );
         let mut logprobs = Value::Null;
         if self.logprobs {
-            let (body, length) = logprobs::of_completion(&self.loaded.model.tokenizer, &tokens, choice.offset);
+            let (body, length) =
+                logprobs::of_completion(&self.loaded.model.tokenizer, &tokens, choice.offset);
             choice.offset += length;
             logprobs = body;
         }
@@ -176,7 +235,9 @@ impl Telling {
     }
 
     fn whole(mut self, usage: &Usage) -> Value {
-        let choices = (0..self.choices.len()).map(|index| self.told(index)).collect();
+        let choices = (0..self.choices.len())
+            .map(|index| self.told(index))
+            .collect();
         let mut whole = self.envelope(&choices);
         whole["usage"] = usage.body();
         whole

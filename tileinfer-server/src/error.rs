@@ -23,7 +23,13 @@ pub(crate) type ApiResult<T> = Result<T, ApiError>;
 
 impl ApiError {
     fn new(status: StatusCode, kind: &'static str, message: impl Into<String>) -> Self {
-        ApiError { status, kind, message: message.into(), param: None, code: None }
+        ApiError {
+            status,
+            kind,
+            message: message.into(),
+            param: None,
+            code: None,
+        }
     }
 
     /// The request is wrong.
@@ -33,19 +39,29 @@ impl ApiError {
 
     /// A field of the request is wrong.
     pub(crate) fn field(param: impl Into<String>, message: impl Into<String>) -> Self {
-        ApiError { param: Some(param.into()), ..ApiError::invalid(message) }
+        ApiError {
+            param: Some(param.into()),
+            ..ApiError::invalid(message)
+        }
     }
 
     /// A field that this server does not know or cannot honour.
     pub(crate) fn unsupported(param: &str, reason: &str) -> Self {
-        ApiError { code: Some("unsupported_parameter"), ..ApiError::field(param, reason) }
+        ApiError {
+            code: Some("unsupported_parameter"),
+            ..ApiError::field(param, reason)
+        }
     }
 
     /// No model of this name.
     pub(crate) fn no_model(name: &str, served: &str) -> Self {
         let message = format!("the model '{name}' does not exist; this server has '{served}'");
         let code = Some("model_not_found");
-        ApiError { param: Some("model".to_owned()), code, ..ApiError::not_found(message) }
+        ApiError {
+            param: Some("model".to_owned()),
+            code,
+            ..ApiError::not_found(message)
+        }
     }
 
     /// No such thing.
@@ -55,25 +71,40 @@ impl ApiError {
 
     /// The thing is there, the method is not.
     pub(crate) fn method_not_allowed(message: impl Into<String>) -> Self {
-        ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "invalid_request_error", message)
+        ApiError::new(
+            StatusCode::METHOD_NOT_ALLOWED,
+            "invalid_request_error",
+            message,
+        )
     }
 
     /// More bytes than this server reads.
     pub(crate) fn too_large(limit: usize) -> Self {
         let message = format!("the request is larger than {limit} bytes, the limit of this server");
-        ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "invalid_request_error", message)
+        ApiError::new(
+            StatusCode::PAYLOAD_TOO_LARGE,
+            "invalid_request_error",
+            message,
+        )
     }
 
     /// No key, or a wrong one.
     pub(crate) fn unauthorized() -> Self {
         let message = "this server needs an API key: send it as 'Authorization: Bearer KEY'";
         let error = ApiError::new(StatusCode::UNAUTHORIZED, "authentication_error", message);
-        ApiError { code: Some("invalid_api_key"), ..error }
+        ApiError {
+            code: Some("invalid_api_key"),
+            ..error
+        }
     }
 
     /// Not now.
     pub(crate) fn unavailable(message: impl Into<String>) -> Self {
-        ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "service_unavailable", message)
+        ApiError::new(
+            StatusCode::SERVICE_UNAVAILABLE,
+            "service_unavailable",
+            message,
+        )
     }
 
     /// A mistake of this program.
@@ -83,7 +114,10 @@ impl ApiError {
 
     /// Names the field that the error is about.
     pub(crate) fn about(self, param: &str) -> Self {
-        ApiError { param: Some(param.to_owned()), ..self }
+        ApiError {
+            param: Some(param.to_owned()),
+            ..self
+        }
     }
 
     /// As the body of an answer, or an event of a stream that has begun.
@@ -96,9 +130,10 @@ impl From<Error> for ApiError {
     fn from(error: Error) -> Self {
         let message = error.to_string();
         match (&error, error.kind()) {
-            (Error::ContextFull { .. }, _) => {
-                ApiError { code: Some("context_length_exceeded"), ..ApiError::field("messages", message) }
-            }
+            (Error::ContextFull { .. }, _) => ApiError {
+                code: Some("context_length_exceeded"),
+                ..ApiError::field("messages", message)
+            },
             (_, ErrorKind::Usage) => ApiError::invalid(message),
             (Error::QueueFull { .. }, _) => {
                 ApiError::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", message)
@@ -112,11 +147,18 @@ impl From<Error> for ApiError {
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let mut response = (self.status, axum::Json(self.body())).into_response();
-        if matches!(self.status, StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE) {
-            response.headers_mut().insert(header::RETRY_AFTER, RETRY_AFTER_SECONDS.into());
+        if matches!(
+            self.status,
+            StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE
+        ) {
+            response
+                .headers_mut()
+                .insert(header::RETRY_AFTER, RETRY_AFTER_SECONDS.into());
         }
         if self.status == StatusCode::UNAUTHORIZED {
-            response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+            response
+                .headers_mut()
+                .insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
         response
     }

@@ -17,7 +17,10 @@ impl Fields {
     /// The object that is the body of a request.
     pub(crate) fn from_body(body: &[u8]) -> ApiResult<Self> {
         match serde_json::from_slice(body) {
-            Ok(Value::Object(left)) => Ok(Fields { left, prefix: String::new() }),
+            Ok(Value::Object(left)) => Ok(Fields {
+                left,
+                prefix: String::new(),
+            }),
             Ok(_) => Err(ApiError::invalid("the body must be a JSON object")),
             Err(error) => Err(ApiError::invalid(format!("the body is not JSON: {error}"))),
         }
@@ -32,8 +35,14 @@ impl Fields {
     /// An object found elsewhere, called `name` in errors.
     pub(crate) fn within(name: &str, value: Value) -> ApiResult<Self> {
         match value {
-            Value::Object(left) => Ok(Fields { left, prefix: format!("{name}.") }),
-            other => Err(ApiError::field(name, format!("{name} is {}, it must be an object", brief(&other)))),
+            Value::Object(left) => Ok(Fields {
+                left,
+                prefix: format!("{name}."),
+            }),
+            other => Err(ApiError::field(
+                name,
+                format!("{name} is {}, it must be an object", brief(&other)),
+            )),
         }
     }
 
@@ -54,17 +63,23 @@ impl Fields {
     }
 
     pub(crate) fn number(&mut self, name: &str) -> ApiResult<Option<f32>> {
-        self.typed(name, "a number", |value| value.as_f64().map(|number| number as f32))
+        self.typed(name, "a number", |value| {
+            value.as_f64().map(|number| number as f32)
+        })
     }
 
     /// A whole number, 0 or more.
     pub(crate) fn count(&mut self, name: &str) -> ApiResult<Option<usize>> {
-        self.typed(name, "a whole number, 0 or more", |value| value.as_u64().map(|number| number as usize))
+        self.typed(name, "a whole number, 0 or more", |value| {
+            value.as_u64().map(|number| number as usize)
+        })
     }
 
     pub(crate) fn integer(&mut self, name: &str) -> ApiResult<Option<i64>> {
         self.typed(name, "a whole number", |value| {
-            value.as_i64().or_else(|| value.as_u64().map(|number| number as i64))
+            value
+                .as_i64()
+                .or_else(|| value.as_u64().map(|number| number as i64))
         })
     }
 
@@ -99,24 +114,38 @@ impl Fields {
         match self.left.iter().find(|(_, value)| !value.is_null()) {
             Some((name, _)) => {
                 let name = format!("{}{name}", self.prefix);
-                let reason = format!("the field '{name}' is not supported by this server; leave it out");
+                let reason =
+                    format!("the field '{name}' is not supported by this server; leave it out");
                 Err(ApiError::unsupported(&name, &reason))
             }
             None => Ok(()),
         }
     }
 
-    fn typed<T>(&mut self, name: &str, what: &str, read: impl FnOnce(Value) -> Option<T>) -> ApiResult<Option<T>> {
-        let Some(value) = self.take(name) else { return Ok(None) };
+    fn typed<T>(
+        &mut self,
+        name: &str,
+        what: &str,
+        read: impl FnOnce(Value) -> Option<T>,
+    ) -> ApiResult<Option<T>> {
+        let Some(value) = self.take(name) else {
+            return Ok(None);
+        };
         let shown = brief(&value);
         let name = format!("{}{name}", self.prefix);
-        read(value).map(Some).ok_or_else(|| ApiError::field(&name, format!("{name} is {shown}, it must be {what}")))
+        read(value)
+            .map(Some)
+            .ok_or_else(|| ApiError::field(&name, format!("{name} is {shown}, it must be {what}")))
     }
 }
 
 /// A list of token ids, if `value` is one.
 pub(crate) fn ids(value: &Value) -> Option<Vec<u32>> {
-    value.as_array()?.iter().map(|id| u32::try_from(id.as_u64()?).ok()).collect()
+    value
+        .as_array()?
+        .iter()
+        .map(|id| u32::try_from(id.as_u64()?).ok())
+        .collect()
 }
 
 /// A value in an error: short.

@@ -28,7 +28,11 @@ pub(crate) enum Form {
     /// JSON that a schema describes.
     Json(Value),
     /// At least one call of one of these tools: names and schemas of their arguments.
-    Calls { style: ToolStyle, tools: Vec<(String, Value)>, most: usize },
+    Calls {
+        style: ToolStyle,
+        tools: Vec<(String, Value)>,
+        most: usize,
+    },
 }
 
 /// JSON as models like to write it: a blank or a short indented line break, so that blanks come to an end.
@@ -43,7 +47,9 @@ impl Grammars {
             .map(|id| {
                 let special = tokenizer.is_special(id) || stop_ids.contains(&id);
                 match tokenizer.token(id) {
-                    Some(name) if special => [&[TokTrie::SPECIAL_TOKEN_MARKER], name.as_bytes()].concat(),
+                    Some(name) if special => {
+                        [&[TokTrie::SPECIAL_TOKEN_MARKER], name.as_bytes()].concat()
+                    }
                     Some(_) => tokenizer.token_bytes(id).unwrap_or_default(),
                     None => Vec::new(),
                 }
@@ -51,9 +57,14 @@ impl Grammars {
             .collect();
         let trie = TokTrie::from(&TokRxInfo::new(size, end), &words);
         let environment: TokEnv = Arc::new(ApproximateTokEnv::new(trie));
-        let mut factory = ParserFactory::new_simple(&environment).map_err(|error| error.to_string())?;
+        let mut factory =
+            ParserFactory::new_simple(&environment).map_err(|error| error.to_string())?;
         factory.quiet();
-        Ok(Grammars { factory, tokenizer: tokenizer.clone(), end })
+        Ok(Grammars {
+            factory,
+            tokenizer: tokenizer.clone(),
+            end,
+        })
     }
 
     /// What makes an answer take `form`. `stop_ids` may end it once it is complete. With `reasoning`, the text
@@ -68,27 +79,48 @@ impl Grammars {
         reasoning: Option<Reasoning>,
     ) -> Result<Box<dyn Constraint>> {
         let grammar = self.grammar(form, reasoning.is_some());
-        let parser = self.factory.create_parser(TopLevelGrammar::from_lark(grammar));
-        let parser = parser.map_err(|error| Error::usage(format!("the schema cannot be followed: {error}")))?;
+        let parser = self
+            .factory
+            .create_parser(TopLevelGrammar::from_lark(grammar));
+        let parser = parser
+            .map_err(|error| Error::usage(format!("the schema cannot be followed: {error}")))?;
         let matcher = Matcher::new(Ok(parser));
         let (tokenizer, end) = (self.tokenizer.clone(), self.end);
-        Ok(Box::new(Following { matcher, stop_ids, end, reasoning, seen: Vec::new(), tokenizer }))
+        Ok(Box::new(Following {
+            matcher,
+            stop_ids,
+            end,
+            reasoning,
+            seen: Vec::new(),
+            tokenizer,
+        }))
     }
 
     /// The grammar of `form` in llguidance's dialect of Lark.
     fn grammar(&self, form: &Form, after_reasoning: bool) -> String {
-        let blanks = if after_reasoning { "/[\\n ]{0,2}/ " } else { "" };
+        let blanks = if after_reasoning {
+            "/[\\n ]{0,2}/ "
+        } else {
+            ""
+        };
         match form {
             Form::Json(schema) => format!("start: {blanks}%json {}\n", compact(schema)),
             Form::Calls { style, tools, most } => {
                 let call = |name: &str, schema: &Value| match style {
                     ToolStyle::Apertus => object(json!({name: schema}), &[name]),
-                    ToolStyle::Llama => {
-                        object(json!({"name": {"const": name}, "parameters": schema}), &["name", "parameters"])
-                    }
-                    _ => object(json!({"name": {"const": name}, "arguments": schema}), &["name", "arguments"]),
+                    ToolStyle::Llama => object(
+                        json!({"name": {"const": name}, "parameters": schema}),
+                        &["name", "parameters"],
+                    ),
+                    _ => object(
+                        json!({"name": {"const": name}, "arguments": schema}),
+                        &["name", "arguments"],
+                    ),
                 };
-                let calls: Vec<Value> = tools.iter().map(|(name, schema)| call(name, schema)).collect();
+                let calls: Vec<Value> = tools
+                    .iter()
+                    .map(|(name, schema)| call(name, schema))
+                    .collect();
                 // References inside a tool's schema are rooted at the schema itself.
                 let any = json!({"anyOf": calls});
                 let Marks { open, close } = style.marks();
@@ -97,12 +129,19 @@ impl Grammars {
                         let more = if *most > 1 { " (\"\\n\" call)*" } else { "" };
                         let (open, close) = (self.mark(open), self.mark(close));
                         let body = compact(&any);
-                        format!("start: {blanks}call{more}\ncall: {open} \"\\n\" body \"\\n\" {close}\nbody: %json {body}\n")
+                        format!(
+                            "start: {blanks}call{more}\ncall: {open} \"\\n\" body \"\\n\" {close}\nbody: %json {body}\n"
+                        )
                     }
                     ToolStyle::Llama => format!("start: {blanks}%json {}\n", compact(&any)),
                     ToolStyle::Mistral | ToolStyle::Apertus => {
-                        let list = json!({"type": "array", "items": any, "minItems": 1, "maxItems": most});
-                        format!("start: {blanks}{} %json {}\n", self.mark(open), compact(&list))
+                        let list =
+                            json!({"type": "array", "items": any, "minItems": 1, "maxItems": most});
+                        format!(
+                            "start: {blanks}{} %json {}\n",
+                            self.mark(open),
+                            compact(&list)
+                        )
                     }
                 }
             }
@@ -111,7 +150,11 @@ impl Grammars {
 
     /// A mark as one token if it is a special one, else as text.
     fn mark(&self, text: &str) -> String {
-        match self.tokenizer.token_id(text).filter(|&id| self.tokenizer.is_special(id)) {
+        match self
+            .tokenizer
+            .token_id(text)
+            .filter(|&id| self.tokenizer.is_special(id))
+        {
             Some(id) => format!("<[{id}]>"),
             None => Value::from(text).to_string(),
         }
@@ -129,7 +172,10 @@ fn compact(schema: &Value) -> String {
         other => other.clone(),
     };
     if let Value::Object(fields) = &mut schema {
-        fields.insert("x-guidance".to_owned(), json!({"whitespace_pattern": WHITESPACE}));
+        fields.insert(
+            "x-guidance".to_owned(),
+            json!({"whitespace_pattern": WHITESPACE}),
+        );
     }
     schema.to_string()
 }
@@ -172,26 +218,36 @@ impl Constraint for Following {
                 None => Ok(None),
             };
         }
-        let bits = self.matcher.compute_mask().map_err(|error| Error::Bug(format!("no mask: {error}")))?;
+        let bits = self
+            .matcher
+            .compute_mask()
+            .map_err(|error| Error::Bug(format!("no mask: {error}")))?;
         let mut mask = TokenMask::from_words(bits.as_slice().to_vec());
         if mask.is_allowed(self.end) {
             mask.forbid(self.end);
             self.stop_ids.iter().for_each(|&id| mask.allow(id));
         }
         // Complete, and nothing that could be said would end it.
-        Ok(mask.words().iter().any(|&word| word != 0).then(|| Arc::new(mask)))
+        Ok(mask
+            .words()
+            .iter()
+            .any(|&word| word != 0)
+            .then(|| Arc::new(mask)))
     }
 
     fn accept(&mut self, token: u32) -> Result<()> {
         if let Some(reasoning) = &self.reasoning {
-            self.seen.extend(self.tokenizer.token_bytes(token).unwrap_or_default());
+            self.seen
+                .extend(self.tokenizer.token_bytes(token).unwrap_or_default());
             let close = reasoning.close.as_bytes();
             if self.seen.windows(close.len()).any(|window| window == close) {
                 self.reasoning = None;
             }
             return Ok(());
         }
-        self.matcher.consume_token(token).map_err(|error| Error::Bug(format!("the grammar refused a token: {error}")))
+        self.matcher
+            .consume_token(token)
+            .map_err(|error| Error::Bug(format!("the grammar refused a token: {error}")))
     }
 }
 

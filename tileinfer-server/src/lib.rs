@@ -42,7 +42,9 @@ pub struct Server {
 impl Server {
     /// A server whose model is still to come: until then it says that it is loading.
     pub fn new(options: ServeOptions) -> Self {
-        Server { state: Arc::new(State::new(options)) }
+        Server {
+            state: Arc::new(State::new(options)),
+        }
     }
 
     /// Hands it the model. The first one stays.
@@ -60,7 +62,11 @@ impl Server {
     ///
     /// # Errors
     /// What the operating system says about the socket.
-    pub async fn serve(self, listener: TcpListener, stop: impl Future<Output = ()> + Send + 'static) -> std::io::Result<()> {
+    pub async fn serve(
+        self,
+        listener: TcpListener,
+        stop: impl Future<Output = ()> + Send + 'static,
+    ) -> std::io::Result<()> {
         let listener = listener.tap_io(|connection| {
             // A token must not wait for the next one. Where it cannot be set it only costs time.
             let _ = connection.set_nodelay(true);
@@ -106,7 +112,9 @@ pub fn serve<E>(
 where
     E: From<tileinfer::Error> + Send + 'static,
 {
-    let refused = |what: String| move |error: std::io::Error| E::from(tileinfer::Error::Device(format!("{what}: {error}")));
+    let refused = |what: String| {
+        move |error: std::io::Error| E::from(tileinfer::Error::Device(format!("{what}: {error}")))
+    };
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         .build()

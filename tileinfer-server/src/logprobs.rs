@@ -20,16 +20,26 @@ pub(crate) fn of_chat(tokenizer: &Tokenizer, sampled: &Sampled) -> Value {
         ])
     };
     let mut own = entry(sampled.token, logprob(sampled));
-    let top = sampled.top.iter().map(|top: &TokenLogprob| Value::Object(entry(top.id, top.logprob)));
+    let top = sampled
+        .top
+        .iter()
+        .map(|top: &TokenLogprob| Value::Object(entry(top.id, top.logprob)));
     own.insert("top_logprobs".to_owned(), top.collect());
     Value::Object(own)
 }
 
 /// The tokens of a completion, whose text begins `offset` characters into the whole; how many characters they
 /// are.
-pub(crate) fn of_completion(tokenizer: &Tokenizer, tokens: &[Sampled], offset: usize) -> (Value, usize) {
-    let text = |id: u32| String::from_utf8_lossy(&tokenizer.token_bytes(id).unwrap_or_default()).into_owned();
-    let (mut names, mut own, mut tops, mut offsets) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+pub(crate) fn of_completion(
+    tokenizer: &Tokenizer,
+    tokens: &[Sampled],
+    offset: usize,
+) -> (Value, usize) {
+    let text = |id: u32| {
+        String::from_utf8_lossy(&tokenizer.token_bytes(id).unwrap_or_default()).into_owned()
+    };
+    let (mut names, mut own, mut tops, mut offsets) =
+        (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     let mut length = 0;
     for sampled in tokens {
         let name = text(sampled.token);
@@ -37,11 +47,17 @@ pub(crate) fn of_completion(tokenizer: &Tokenizer, tokens: &[Sampled], offset: u
         length += name.chars().count();
         names.push(name);
         own.push(logprob(sampled).max(LEAST));
-        let top: Map<String, Value> =
-            sampled.top.iter().map(|top| (text(top.id), json!(top.logprob.max(LEAST)))).collect();
+        let top: Map<String, Value> = sampled
+            .top
+            .iter()
+            .map(|top| (text(top.id), json!(top.logprob.max(LEAST))))
+            .collect();
         tops.push(top);
     }
-    (json!({"tokens": names, "token_logprobs": own, "top_logprobs": tops, "text_offset": offsets}), length)
+    (
+        json!({"tokens": names, "token_logprobs": own, "top_logprobs": tops, "text_offset": offsets}),
+        length,
+    )
 }
 
 fn logprob(sampled: &Sampled) -> f32 {

@@ -22,9 +22,12 @@ pub(crate) struct ServerMetrics {
     generated_tokens: Histogram,
 }
 
-const SECONDS: [f64; 16] =
-    [0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0];
-const TOKENS: [f64; 12] = [1.0, 10.0, 50.0, 100.0, 250.0, 500.0, 1e3, 2.5e3, 5e3, 1e4, 3.2e4, 1.28e5];
+const SECONDS: [f64; 16] = [
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
+];
+const TOKENS: [f64; 12] = [
+    1.0, 10.0, 50.0, 100.0, 250.0, 500.0, 1e3, 2.5e3, 5e3, 1e4, 3.2e4, 1.28e5,
+];
 
 impl Default for ServerMetrics {
     fn default() -> Self {
@@ -60,7 +63,8 @@ impl ServerMetrics {
                 self.to_first.observe(finished.times.to_first.as_secs_f64());
                 self.whole.observe(finished.times.to_end.as_secs_f64());
                 self.prompt_tokens.observe(finished.prompt_tokens as f64);
-                self.generated_tokens.observe(finished.completion_tokens as f64);
+                self.generated_tokens
+                    .observe(finished.completion_tokens as f64);
             }
             _ => {}
         }
@@ -72,12 +76,36 @@ impl ServerMetrics {
         let mut histogram = |name: &str, help: &str, histogram: &Histogram| {
             registry.register(format!("tileinfer:{name}"), help, histogram.clone());
         };
-        histogram("time_to_first_token_seconds", "From arrival to the first token", &self.to_first);
-        histogram("inter_token_latency_seconds", "Between two tokens of a request", &self.between);
-        histogram("e2e_request_latency_seconds", "From arrival to the end", &self.whole);
-        histogram("request_queue_time_seconds", "From arrival to the start", &self.queue);
-        histogram("request_prompt_tokens", "Tokens of a prompt", &self.prompt_tokens);
-        histogram("request_generation_tokens", "Tokens of an answer", &self.generated_tokens);
+        histogram(
+            "time_to_first_token_seconds",
+            "From arrival to the first token",
+            &self.to_first,
+        );
+        histogram(
+            "inter_token_latency_seconds",
+            "Between two tokens of a request",
+            &self.between,
+        );
+        histogram(
+            "e2e_request_latency_seconds",
+            "From arrival to the end",
+            &self.whole,
+        );
+        histogram(
+            "request_queue_time_seconds",
+            "From arrival to the start",
+            &self.queue,
+        );
+        histogram(
+            "request_prompt_tokens",
+            "Tokens of a prompt",
+            &self.prompt_tokens,
+        );
+        histogram(
+            "request_generation_tokens",
+            "Tokens of an answer",
+            &self.generated_tokens,
+        );
         registry.register_collector(Box::new(EngineCounts(engine)));
         let mut text = String::new();
         prometheus_client::encoding::text::encode(&mut text, &registry)?;
@@ -94,29 +122,79 @@ impl Collector for EngineCounts {
         let engine = &self.0;
         let mut level = |name: &str, help: &str, value: f64| {
             let gauge = ConstGauge::new(value);
-            gauge.encode(encoder.encode_descriptor(&format!("tileinfer:{name}"), help, None, gauge.metric_type())?)
+            gauge.encode(encoder.encode_descriptor(
+                &format!("tileinfer:{name}"),
+                help,
+                None,
+                gauge.metric_type(),
+            )?)
         };
-        level("num_requests_running", "Requests that run", engine.running as f64)?;
-        level("num_requests_waiting", "Requests that wait", engine.waiting as f64)?;
+        level(
+            "num_requests_running",
+            "Requests that run",
+            engine.running as f64,
+        )?;
+        level(
+            "num_requests_waiting",
+            "Requests that wait",
+            engine.waiting as f64,
+        )?;
         let used = engine.pages_in_use as f64 / engine.pages.max(1) as f64;
-        level("kv_cache_usage_perc", "Share of the KV cache's pages that requests hold; 1 is all", used)?;
+        level(
+            "kv_cache_usage_perc",
+            "Share of the KV cache's pages that requests hold; 1 is all",
+            used,
+        )?;
         let cached = engine.pages_cached as f64 / engine.pages.max(1) as f64;
-        level("prefix_cache_usage_perc", "Share of the pages that only the prefix cache holds; 1 is all", cached)?;
+        level(
+            "prefix_cache_usage_perc",
+            "Share of the pages that only the prefix cache holds; 1 is all",
+            cached,
+        )?;
         let mut total = |name: &str, help: &str, value: u64| {
             let counter = ConstCounter::new(value);
-            counter.encode(encoder.encode_descriptor(&format!("tileinfer:{name}"), help, None, counter.metric_type())?)
+            counter.encode(encoder.encode_descriptor(
+                &format!("tileinfer:{name}"),
+                help,
+                None,
+                counter.metric_type(),
+            )?)
         };
         total("prompt_tokens", "Tokens of prompts", engine.prompt_tokens)?;
-        total("generation_tokens", "Tokens generated", engine.generated_tokens)?;
-        total("prefix_cache_queries", "Tokens of prompts looked for in the prefix cache", engine.prompt_tokens)?;
-        total("prefix_cache_hits", "Tokens of prompts found there", engine.cached_tokens)?;
-        total("num_preemptions", "Requests that gave up their pages for a while", engine.preemptions)?;
+        total(
+            "generation_tokens",
+            "Tokens generated",
+            engine.generated_tokens,
+        )?;
+        total(
+            "prefix_cache_queries",
+            "Tokens of prompts looked for in the prefix cache",
+            engine.prompt_tokens,
+        )?;
+        total(
+            "prefix_cache_hits",
+            "Tokens of prompts found there",
+            engine.cached_tokens,
+        )?;
+        total(
+            "num_preemptions",
+            "Requests that gave up their pages for a while",
+            engine.preemptions,
+        )?;
         total("engine_steps", "Steps launched", engine.steps)?;
-        total("pages_lost", "Times that an idle engine could not account for a page", engine.pages_lost)?;
+        total(
+            "pages_lost",
+            "Times that an idle engine could not account for a page",
+            engine.pages_lost,
+        )?;
         let name = "tileinfer:request_success";
         let counter = ConstCounter::new(0_u64);
-        let mut by_reason =
-            encoder.encode_descriptor(name, "Requests that ended, by how", None, counter.metric_type())?;
+        let mut by_reason = encoder.encode_descriptor(
+            name,
+            "Requests that ended, by how",
+            None,
+            counter.metric_type(),
+        )?;
         for (reason, count) in [
             ("stop", engine.finished_stop),
             ("length", engine.finished_length),

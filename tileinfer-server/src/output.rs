@@ -35,15 +35,23 @@ pub(crate) enum ToolStyle {
     Apertus,
 }
 
-const THINK: Marks = Marks { open: "<think>", close: "</think>" };
-const INNER: Marks = Marks { open: "<|inner_prefix|>", close: "<|inner_suffix|>" };
+const THINK: Marks = Marks {
+    open: "<think>",
+    close: "</think>",
+};
+const INNER: Marks = Marks {
+    open: "<|inner_prefix|>",
+    close: "<|inner_suffix|>",
+};
 const PYTHON_TAG: &str = "<|python_tag|>";
 
 impl Style {
     /// The style that a template shows.
     pub(crate) fn of(template: Option<&ChatTemplate>) -> Self {
         let mentions = |word| template.is_some_and(|template| template.mentions(word));
-        let think = [THINK, INNER].into_iter().find(|marks| mentions(marks.close));
+        let think = [THINK, INNER]
+            .into_iter()
+            .find(|marks| mentions(marks.close));
         let told = if mentions("[TOOL_CALLS]") {
             Some(ToolStyle::Mistral)
         } else if mentions("<|tools_prefix|>") {
@@ -55,7 +63,11 @@ impl Style {
         } else {
             None
         };
-        Style { think, tools: told.unwrap_or(ToolStyle::Hermes), tools_untold: told.is_none() }
+        Style {
+            think,
+            tools: told.unwrap_or(ToolStyle::Hermes),
+            tools_untold: told.is_none(),
+        }
     }
 
     /// Whether the marks are special tokens, which a plain text leaves out.
@@ -68,10 +80,22 @@ impl ToolStyle {
     /// What stands around a call, or around all of them.
     pub(crate) fn marks(self) -> Marks {
         match self {
-            ToolStyle::Hermes => Marks { open: "<tool_call>", close: "</tool_call>" },
-            ToolStyle::Llama => Marks { open: PYTHON_TAG, close: "" },
-            ToolStyle::Mistral => Marks { open: "[TOOL_CALLS]", close: "" },
-            ToolStyle::Apertus => Marks { open: "<|tools_prefix|>", close: "<|tools_suffix|>" },
+            ToolStyle::Hermes => Marks {
+                open: "<tool_call>",
+                close: "</tool_call>",
+            },
+            ToolStyle::Llama => Marks {
+                open: PYTHON_TAG,
+                close: "",
+            },
+            ToolStyle::Mistral => Marks {
+                open: "[TOOL_CALLS]",
+                close: "",
+            },
+            ToolStyle::Apertus => Marks {
+                open: "<|tools_prefix|>",
+                close: "<|tools_suffix|>",
+            },
         }
     }
 }
@@ -132,7 +156,14 @@ impl OutputParser {
             None if tools => At::BeforeContent,
             None => At::Content,
         };
-        OutputParser { style, tools, at, held: String::new(), calls: 0, most_calls }
+        OutputParser {
+            style,
+            tools,
+            at,
+            held: String::new(),
+            calls: 0,
+            most_calls,
+        }
     }
 
     /// Calls read so far.
@@ -162,7 +193,8 @@ impl OutputParser {
                 self.calls_or_text(&rest, &format!("{open}{rest}"), &mut pieces);
             }
             // Blanks after reasoning or a call are nothing, as before an answer.
-            At::BeforeContent if rest.trim().is_empty() && (self.style.think.is_some() || self.calls > 0) => {}
+            At::BeforeContent
+                if rest.trim().is_empty() && (self.style.think.is_some() || self.calls > 0) => {}
             _ => show(&mut pieces, &rest, Piece::Content),
         }
         pieces
@@ -185,7 +217,11 @@ impl OutputParser {
                 if open.starts_with(text) {
                     return false;
                 }
-                self.at = if self.tools { At::BeforeContent } else { At::Content };
+                self.at = if self.tools {
+                    At::BeforeContent
+                } else {
+                    At::Content
+                };
                 true
             }
             At::Reasoning(shown) => {
@@ -195,7 +231,11 @@ impl OutputParser {
                 }
                 let (text, closed) = self.until(close);
                 show(pieces, &text, Piece::Reasoning);
-                self.at = if closed { At::BeforeContent } else { At::Reasoning(shown || !text.is_empty()) };
+                self.at = if closed {
+                    At::BeforeContent
+                } else {
+                    At::Reasoning(shown || !text.is_empty())
+                };
                 closed
             }
             At::BeforeContent => {
@@ -234,7 +274,9 @@ impl OutputParser {
             }
             At::Call => {
                 let Marks { open, close } = self.style.tools.marks();
-                let Some(end) = self.held.find(close).filter(|_| !close.is_empty()) else { return false };
+                let Some(end) = self.held.find(close).filter(|_| !close.is_empty()) else {
+                    return false;
+                };
                 let text = self.held[..end].to_owned();
                 self.held.drain(..end + close.len());
                 self.calls_or_text(&text, &format!("{open}{text}{close}"), pieces);
@@ -255,14 +297,18 @@ impl OutputParser {
         let possible = (0..self.held.len())
             .filter(|&start| self.held.is_char_boundary(start))
             .find(|&start| mark.starts_with(&self.held[start..]));
-        let safe = self.held[..possible.unwrap_or(self.held.len())].trim_end().len();
+        let safe = self.held[..possible.unwrap_or(self.held.len())]
+            .trim_end()
+            .len();
         let rest = self.held.split_off(safe);
         (std::mem::replace(&mut self.held, rest), false)
     }
 
     /// The calls that `text` holds, or `raw` as it stands if it holds none.
     fn calls_or_text(&mut self, text: &str, raw: &str, pieces: &mut Vec<Piece>) {
-        let Some(calls) = read_calls(self.style.tools, text) else { return show(pieces, raw, Piece::Content) };
+        let Some(calls) = read_calls(self.style.tools, text) else {
+            return show(pieces, raw, Piece::Content);
+        };
         let room = self.most_calls - self.calls.min(self.most_calls);
         self.calls += calls.len().min(room);
         pieces.extend(calls.into_iter().take(room).map(Piece::Call));
@@ -292,7 +338,10 @@ fn read_calls(style: ToolStyle, text: &str) -> Option<Vec<Call>> {
         }
         rest = rest[stream.byte_offset()..].trim_start_matches([';', ' ', '\n', '\t']);
     }
-    let calls: Option<Vec<Call>> = values.into_iter().map(|value| read_call(style, value)).collect();
+    let calls: Option<Vec<Call>> = values
+        .into_iter()
+        .map(|value| read_call(style, value))
+        .collect();
     calls.filter(|calls| !calls.is_empty())
 }
 
@@ -301,20 +350,35 @@ fn named_call(text: &str) -> Option<Call> {
     let start = text.find('{')?;
     let name = text[..start].trim().trim_end_matches("[ARGS]").trim();
     let arguments: Map<String, Value> = serde_json::from_str(text[start..].trim()).ok()?;
-    (!name.is_empty()).then(|| Call { name: name.to_owned(), arguments: Value::Object(arguments).to_string() })
+    (!name.is_empty()).then(|| Call {
+        name: name.to_owned(),
+        arguments: Value::Object(arguments).to_string(),
+    })
 }
 
 fn read_call(style: ToolStyle, value: Value) -> Option<Call> {
-    let Value::Object(mut object) = value else { return None };
+    let Value::Object(mut object) = value else {
+        return None;
+    };
     if style == ToolStyle::Apertus && object.len() == 1 {
         let (name, arguments) = object.into_iter().next()?;
-        return Some(Call { name, arguments: as_text(arguments) });
+        return Some(Call {
+            name,
+            arguments: as_text(arguments),
+        });
     }
-    let arguments = ["arguments", "parameters"].into_iter().find_map(|key| object.remove(key));
-    let Some(Value::String(name)) = object.remove("name") else { return None };
+    let arguments = ["arguments", "parameters"]
+        .into_iter()
+        .find_map(|key| object.remove(key));
+    let Some(Value::String(name)) = object.remove("name") else {
+        return None;
+    };
     // A tool without arguments may be called without them.
     let arguments = arguments.unwrap_or_else(|| Value::Object(Map::new()));
-    Some(Call { name, arguments: as_text(arguments) })
+    Some(Call {
+        name,
+        arguments: as_text(arguments),
+    })
 }
 
 fn as_text(arguments: Value) -> String {
@@ -329,7 +393,11 @@ mod tests {
     use super::*;
 
     fn style(think: bool, tools: ToolStyle) -> Style {
-        Style { think: think.then_some(THINK), tools, tools_untold: false }
+        Style {
+            think: think.then_some(THINK),
+            tools,
+            tools_untold: false,
+        }
     }
 
     fn content(text: &str) -> Piece {
@@ -341,7 +409,10 @@ mod tests {
     }
 
     fn call(name: &str, arguments: &str) -> Piece {
-        Piece::Call(Call { name: name.to_owned(), arguments: arguments.to_owned() })
+        Piece::Call(Call {
+            name: name.to_owned(),
+            arguments: arguments.to_owned(),
+        })
     }
 
     /// The pieces of `text`, neighbours of one kind joined; the same however the text is cut.
@@ -358,7 +429,9 @@ mod tests {
             for piece in all {
                 match (joined.last_mut(), piece) {
                     (Some(Piece::Content(before)), Piece::Content(text)) => before.push_str(&text),
-                    (Some(Piece::Reasoning(before)), Piece::Reasoning(text)) => before.push_str(&text),
+                    (Some(Piece::Reasoning(before)), Piece::Reasoning(text)) => {
+                        before.push_str(&text)
+                    }
                     (_, piece) => joined.push(piece),
                 }
             }
@@ -375,14 +448,29 @@ mod tests {
     fn reasoning_is_split_off() {
         let qwen = style(true, ToolStyle::Hermes);
         let text = "<think>\nLet me see.\n\nYes.\n</think>\n\nIt is <b>.";
-        assert_eq!(pieces(qwen, false, false, text), [reasoning("Let me see.\n\nYes."), content("It is <b>.")]);
-        assert_eq!(pieces(qwen, false, true, "Hm.\n</think>\n\nOk"), [reasoning("Hm."), content("Ok")]);
-        assert_eq!(pieces(qwen, false, false, "Plain <think> text\n"), [content("Plain <think> text\n")]);
-        assert_eq!(pieces(qwen, false, false, "<think>\nnever en"), [reasoning("never en")]);
+        assert_eq!(
+            pieces(qwen, false, false, text),
+            [reasoning("Let me see.\n\nYes."), content("It is <b>.")]
+        );
+        assert_eq!(
+            pieces(qwen, false, true, "Hm.\n</think>\n\nOk"),
+            [reasoning("Hm."), content("Ok")]
+        );
+        assert_eq!(
+            pieces(qwen, false, false, "Plain <think> text\n"),
+            [content("Plain <think> text\n")]
+        );
+        assert_eq!(
+            pieces(qwen, false, false, "<think>\nnever en"),
+            [reasoning("never en")]
+        );
         assert_eq!(pieces(qwen, false, false, "<thi"), [content("<thi")]);
         assert_eq!(pieces(qwen, false, false, "<think>\n\n</think>\n\n"), []);
         let plain = style(false, ToolStyle::Hermes);
-        assert_eq!(pieces(plain, false, false, " <think>a</think> b"), [content(" <think>a</think> b")]);
+        assert_eq!(
+            pieces(plain, false, false, " <think>a</think> b"),
+            [content(" <think>a</think> b")]
+        );
     }
 
     #[test]
@@ -394,16 +482,40 @@ mod tests {
         let two = format!("<think>\nhm\n</think>\n\nI will.\n\n{one}\n{one}\nDone");
         assert_eq!(
             pieces(qwen, true, false, &two),
-            [reasoning("hm"), content("I will."), read.clone(), read.clone(), content("Done")]
+            [
+                reasoning("hm"),
+                content("I will."),
+                read.clone(),
+                read.clone(),
+                content("Done")
+            ]
         );
-        assert_eq!(pieces(qwen, true, false, &one[..one.len() - 12]), [read.clone()], "the end may be missing");
-        assert_eq!(pieces(qwen, false, false, one), [content(one)], "without tools it is text");
+        assert_eq!(
+            pieces(qwen, true, false, &one[..one.len() - 12]),
+            [read.clone()],
+            "the end may be missing"
+        );
+        assert_eq!(
+            pieces(qwen, false, false, one),
+            [content(one)],
+            "without tools it is text"
+        );
         let broken = "a <tool_call>\n{\"name\": 3}\n</tool_call> b";
         let shown = "a<tool_call>\n{\"name\": 3}\n</tool_call>b";
         assert_eq!(pieces(qwen, true, false, broken), [content(shown)]);
-        assert_eq!(pieces(qwen, true, false, "1 < 2 <tool"), [content("1 < 2 <tool")]);
+        assert_eq!(
+            pieces(qwen, true, false, "1 < 2 <tool"),
+            [content("1 < 2 <tool")]
+        );
         let mut single = OutputParser::new(qwen, true, false, 1);
-        assert_eq!(single.push(&two).iter().filter(|piece| matches!(piece, Piece::Call(_))).count(), 1);
+        assert_eq!(
+            single
+                .push(&two)
+                .iter()
+                .filter(|piece| matches!(piece, Piece::Call(_)))
+                .count(),
+            1
+        );
     }
 
     #[test]
@@ -412,20 +524,42 @@ mod tests {
         let text = "{\"name\": \"get\", \"parameters\": {\"city\": \"Bern\"}}";
         let read = call("get", "{\"city\":\"Bern\"}");
         assert_eq!(pieces(llama, true, false, text), [read.clone()]);
-        assert_eq!(pieces(llama, true, false, &format!("<|python_tag|>{text}; {text}")), [read.clone(), read]);
-        assert_eq!(pieces(llama, true, false, "{\"a\": 1}"), [content("{\"a\": 1}")]);
-        assert_eq!(pieces(llama, true, false, "It is {x}."), [content("It is {x}.")]);
+        assert_eq!(
+            pieces(llama, true, false, &format!("<|python_tag|>{text}; {text}")),
+            [read.clone(), read]
+        );
+        assert_eq!(
+            pieces(llama, true, false, "{\"a\": 1}"),
+            [content("{\"a\": 1}")]
+        );
+        assert_eq!(
+            pieces(llama, true, false, "It is {x}."),
+            [content("It is {x}.")]
+        );
     }
 
     #[test]
     fn calls_in_the_style_of_mistral_and_apertus() {
         let mistral = style(false, ToolStyle::Mistral);
         let text = "[TOOL_CALLS][{\"name\": \"f\", \"arguments\": {}}, {\"name\": \"g\", \"arguments\": {\"a\": [1]}}]";
-        assert_eq!(pieces(mistral, true, false, text), [call("f", "{}"), call("g", "{\"a\":[1]}")]);
+        assert_eq!(
+            pieces(mistral, true, false, text),
+            [call("f", "{}"), call("g", "{\"a\":[1]}")]
+        );
         let newer = "Sure. [TOOL_CALLS]f[ARGS]{\"a\": 1}[TOOL_CALLS]g{}";
-        assert_eq!(pieces(mistral, true, false, newer), [content("Sure."), call("f", "{\"a\":1}"), call("g", "{}")]);
-        let apertus = Style { think: Some(INNER), tools: ToolStyle::Apertus, tools_untold: false };
+        assert_eq!(
+            pieces(mistral, true, false, newer),
+            [content("Sure."), call("f", "{\"a\":1}"), call("g", "{}")]
+        );
+        let apertus = Style {
+            think: Some(INNER),
+            tools: ToolStyle::Apertus,
+            tools_untold: false,
+        };
         let text = "<|inner_prefix|>hm<|inner_suffix|><|tools_prefix|>[{\"f\": {\"x\": 1}}]";
-        assert_eq!(pieces(apertus, true, false, text), [reasoning("hm"), call("f", "{\"x\":1}")]);
+        assert_eq!(
+            pieces(apertus, true, false, text),
+            [reasoning("hm"), call("f", "{\"x\":1}")]
+        );
     }
 }

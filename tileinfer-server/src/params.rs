@@ -34,9 +34,18 @@ impl Params {
         }
         // They identify the caller or ask for what is always so.
         fields.let_pass(&["user", "metadata", "safety_identifier", "prompt_cache_key"]);
-        for (name, only) in [("store", Value::from(false)), ("service_tier", "auto".into())] {
-            if let Some(value) = fields.take(name).filter(|value| *value != only && value != "default") {
-                return Err(ApiError::unsupported(name, &format!("{name} can only be {only}, not {}", brief(&value))));
+        for (name, only) in [
+            ("store", Value::from(false)),
+            ("service_tier", "auto".into()),
+        ] {
+            if let Some(value) = fields
+                .take(name)
+                .filter(|value| *value != only && value != "default")
+            {
+                return Err(ApiError::unsupported(
+                    name,
+                    &format!("{name} can only be {only}, not {}", brief(&value)),
+                ));
             }
         }
         let sampling = Arc::new(sampling(fields, &model.defaults.sampling)?);
@@ -47,7 +56,10 @@ impl Params {
         let choices = fields.count("n")?.unwrap_or(1);
         if choices == 0 || choices > state.options.max_choices {
             let most = state.options.max_choices;
-            return Err(ApiError::field("n", format!("n is {choices}, it must be between 1 and {most}")));
+            return Err(ApiError::field(
+                "n",
+                format!("n is {choices}, it must be between 1 and {most}"),
+            ));
         }
         let stop_strings = stop_strings(fields)?;
         let mut stop_ids = model.defaults.stop_ids.clone();
@@ -59,7 +71,10 @@ impl Params {
         let include_usage = match fields.object("stream_options")? {
             None => false,
             Some(_) if !stream => {
-                return Err(ApiError::field("stream_options", "stream_options is for streams: set stream to true"));
+                return Err(ApiError::field(
+                    "stream_options",
+                    "stream_options is for streams: set stream to true",
+                ));
             }
             Some(mut options) => {
                 let include = options.flag("include_usage")?.unwrap_or(false);
@@ -75,7 +90,13 @@ impl Params {
             vocabulary: model.tokenizer.vocab_size(),
             top_logprobs: None,
         };
-        Ok(Params { options, stop_strings, choices, stream, include_usage })
+        Ok(Params {
+            options,
+            stop_strings,
+            choices,
+            stream,
+            include_usage,
+        })
     }
 }
 
@@ -95,18 +116,29 @@ fn sampling(fields: &mut Fields, defaults: &SamplingParams) -> ApiResult<Samplin
         None => {}
         Some(-1) => params.top_k = 0,
         Some(k) => {
-            let wrong = |_| ApiError::field("top_k", format!("top_k is {k}, it must be 0 or more (0 and -1 are off)"));
+            let wrong = |_| {
+                ApiError::field(
+                    "top_k",
+                    format!("top_k is {k}, it must be 0 or more (0 and -1 are off)"),
+                )
+            };
             params.top_k = u32::try_from(k).map_err(wrong)?;
         }
     }
     if let Some(biases) = fields.map("logit_bias")? {
         if biases.len() > MAX_BIASES {
-            return Err(ApiError::field("logit_bias", format!("logit_bias names more than {MAX_BIASES} tokens")));
+            return Err(ApiError::field(
+                "logit_bias",
+                format!("logit_bias names more than {MAX_BIASES} tokens"),
+            ));
         }
         for (id, bias) in biases {
             let pair = id.parse().ok().zip(bias.as_f64()).ok_or_else(|| {
                 let what = "it must map token ids to numbers";
-                ApiError::field("logit_bias", format!("logit_bias holds {id:?}: {}, {what}", brief(&bias)))
+                ApiError::field(
+                    "logit_bias",
+                    format!("logit_bias holds {id:?}: {}, {what}", brief(&bias)),
+                )
             })?;
             params.logit_bias.push((pair.0, pair.1 as f32));
         }
@@ -114,25 +146,39 @@ fn sampling(fields: &mut Fields, defaults: &SamplingParams) -> ApiResult<Samplin
     params.validate().map_err(|error| {
         let message = error.to_string();
         // The message begins with the parameter's name.
-        let param = message.split_whitespace().next().unwrap_or_default().to_owned();
+        let param = message
+            .split_whitespace()
+            .next()
+            .unwrap_or_default()
+            .to_owned();
         ApiError::field(param, message)
     })?;
     Ok(params)
 }
 
 fn stop_strings(fields: &mut Fields) -> ApiResult<Vec<String>> {
-    let wrong = |why: &str| ApiError::field("stop", format!("stop {why}: it must be a string or a list of them"));
+    let wrong = |why: &str| {
+        ApiError::field(
+            "stop",
+            format!("stop {why}: it must be a string or a list of them"),
+        )
+    };
     let stops = match fields.take("stop") {
         None => Vec::new(),
         Some(Value::String(stop)) => vec![stop],
         Some(Value::Array(list)) => {
             let texts = list.iter().map(|stop| stop.as_str().map(str::to_owned));
-            texts.collect::<Option<_>>().ok_or_else(|| wrong("holds something else"))?
+            texts
+                .collect::<Option<_>>()
+                .ok_or_else(|| wrong("holds something else"))?
         }
         Some(_) => return Err(wrong("is something else")),
     };
     if stops.len() > MAX_STOPS || stops.iter().any(String::is_empty) {
-        return Err(ApiError::field("stop", format!("stop must be at most {MAX_STOPS} strings, none of them empty")));
+        return Err(ApiError::field(
+            "stop",
+            format!("stop must be at most {MAX_STOPS} strings, none of them empty"),
+        ));
     }
     Ok(stops)
 }

@@ -49,7 +49,11 @@ pub(crate) fn router(app: &App) -> Router {
 
 async fn page() -> Response {
     let policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
-    ([(header::CONTENT_SECURITY_POLICY, policy)], Html(include_str!("page.html"))).into_response()
+    (
+        [(header::CONTENT_SECURITY_POLICY, policy)],
+        Html(include_str!("page.html")),
+    )
+        .into_response()
 }
 
 /// 200 if a request would be taken, else 503 and why.
@@ -61,14 +65,28 @@ async fn health(Shared(app): Shared<App>) -> Response {
         Some(EngineState::Stopped) => "stopped".to_owned(),
         Some(EngineState::Dead(reason)) => format!("dead: {reason}"),
     };
-    (StatusCode::SERVICE_UNAVAILABLE, axum::Json(json!({"status": status}))).into_response()
+    (
+        StatusCode::SERVICE_UNAVAILABLE,
+        axum::Json(json!({"status": status})),
+    )
+        .into_response()
 }
 
 async fn metrics(Shared(app): Shared<App>) -> ApiResult<Response> {
-    let engine = app.loaded().map(|loaded| loaded.model.engine.metrics().snapshot());
+    let engine = app
+        .loaded()
+        .map(|loaded| loaded.model.engine.metrics().snapshot());
     let text = app.metrics.render(engine.unwrap_or_default());
-    let text = text.map_err(|error| ApiError::internal(format!("metrics cannot be written: {error}")))?;
-    Ok(([(header::CONTENT_TYPE, "application/openmetrics-text; version=1.0.0; charset=utf-8")], text).into_response())
+    let text =
+        text.map_err(|error| ApiError::internal(format!("metrics cannot be written: {error}")))?;
+    Ok((
+        [(
+            header::CONTENT_TYPE,
+            "application/openmetrics-text; version=1.0.0; charset=utf-8",
+        )],
+        text,
+    )
+        .into_response())
 }
 
 fn described(app: &App) -> ApiResult<Value> {
@@ -83,10 +101,15 @@ fn described(app: &App) -> ApiResult<Value> {
 }
 
 async fn models(Shared(app): Shared<App>) -> ApiResult<axum::Json<Value>> {
-    Ok(axum::Json(json!({"object": "list", "data": [described(&app)?]})))
+    Ok(axum::Json(
+        json!({"object": "list", "data": [described(&app)?]}),
+    ))
 }
 
-async fn one_model(Shared(app): Shared<App>, Path(name): Path<String>) -> ApiResult<axum::Json<Value>> {
+async fn one_model(
+    Shared(app): Shared<App>,
+    Path(name): Path<String>,
+) -> ApiResult<axum::Json<Value>> {
     let model = described(&app)?;
     match model["id"].as_str() {
         Some(served) if served != name => Err(ApiError::no_model(&name, served)),
@@ -109,9 +132,13 @@ async fn tokenize(Shared(app): Shared<App>, body: Bytes) -> ApiResult<axum::Json
             None => prompt_of(&mut fields, &app, &loaded)?,
         };
         fields.finish()?;
-        let mut answer = json!({"tokens": ids, "count": ids.len(), "max_model_len": model.engine.max_length()});
+        let mut answer =
+            json!({"tokens": ids, "count": ids.len(), "max_model_len": model.engine.max_length()});
         if with_text {
-            answer["token_strs"] = ids.iter().map(|&id| model.tokenizer.token(id)).collect::<Value>();
+            answer["token_strs"] = ids
+                .iter()
+                .map(|&id| model.tokenizer.token(id))
+                .collect::<Value>();
         }
         Ok(axum::Json(answer))
     })
@@ -122,9 +149,13 @@ async fn detokenize(Shared(app): Shared<App>, body: Bytes) -> ApiResult<axum::Js
     let loaded = app.ready()?;
     let mut fields = Fields::from_body(&body)?;
     fields.let_pass(&["model"]);
-    let ids = fields.ids("tokens")?.ok_or_else(|| ApiError::field("tokens", "tokens is missing"))?;
+    let ids = fields
+        .ids("tokens")?
+        .ok_or_else(|| ApiError::field("tokens", "tokens is missing"))?;
     fields.finish()?;
-    Ok(axum::Json(json!({"prompt": loaded.model.tokenizer.decode(&ids, false)})))
+    Ok(axum::Json(
+        json!({"prompt": loaded.model.tokenizer.decode(&ids, false)}),
+    ))
 }
 
 /// Reads the body up to the limit, so that handlers have it whole.
@@ -137,10 +168,14 @@ async fn limit_body(Shared(app): Shared<App>, request: Request, next: Next) -> R
         match piece {
             Ok(piece) if bytes.len() + piece.len() <= limit => bytes.extend_from_slice(&piece),
             Ok(_) => return ApiError::too_large(limit).into_response(),
-            Err(error) => return ApiError::invalid(format!("the body could not be read: {error}")).into_response(),
+            Err(error) => {
+                return ApiError::invalid(format!("the body could not be read: {error}"))
+                    .into_response();
+            }
         }
     }
-    next.run(Request::from_parts(parts, Body::from(bytes))).await
+    next.run(Request::from_parts(parts, Body::from(bytes)))
+        .await
 }
 
 /// Lets in who has the key, where one is needed.
@@ -154,11 +189,19 @@ async fn ask_for_key(Shared(app): Shared<App>, request: Request, next: Next) -> 
 }
 
 fn has_key(headers: &HeaderMap, key: &str) -> bool {
-    let sent = headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
-    let sent = sent.and_then(|value| value.strip_prefix("Bearer ")).unwrap_or_default().as_bytes();
+    let sent = headers
+        .get(header::AUTHORIZATION)
+        .and_then(|value| value.to_str().ok());
+    let sent = sent
+        .and_then(|value| value.strip_prefix("Bearer "))
+        .unwrap_or_default()
+        .as_bytes();
     let key = key.as_bytes();
     // Takes as long for every wrong key, so that time says nothing about it.
-    let differences = sent.iter().zip(key.iter().cycle()).fold(0, |all, (a, b)| all | (a ^ b));
+    let differences = sent
+        .iter()
+        .zip(key.iter().cycle())
+        .fold(0, |all, (a, b)| all | (a ^ b));
     differences == 0 && sent.len() == key.len()
 }
 
@@ -166,17 +209,36 @@ fn has_key(headers: &HeaderMap, key: &str) -> bool {
 async fn cors(Shared(app): Shared<App>, request: Request, next: Next) -> Response {
     let allowed = &app.options.cors_origins;
     let origin = request.headers().get(header::ORIGIN).cloned();
-    let origin = origin.filter(|origin| allowed.iter().any(|allowed| allowed == "*" || allowed.as_bytes() == origin.as_bytes()));
-    let Some(origin) = origin else { return next.run(request).await };
+    let origin = origin.filter(|origin| {
+        allowed
+            .iter()
+            .any(|allowed| allowed == "*" || allowed.as_bytes() == origin.as_bytes())
+    });
+    let Some(origin) = origin else {
+        return next.run(request).await;
+    };
     let asks_first = request.method() == Method::OPTIONS;
-    let mut response = if asks_first { StatusCode::NO_CONTENT.into_response() } else { next.run(request).await };
+    let mut response = if asks_first {
+        StatusCode::NO_CONTENT.into_response()
+    } else {
+        next.run(request).await
+    };
     let headers = response.headers_mut();
     headers.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, origin);
     headers.insert(header::VARY, HeaderValue::from_static("origin"));
     if asks_first {
-        headers.insert(header::ACCESS_CONTROL_ALLOW_METHODS, HeaderValue::from_static("GET, POST"));
-        headers.insert(header::ACCESS_CONTROL_ALLOW_HEADERS, HeaderValue::from_static("authorization, content-type"));
-        headers.insert(header::ACCESS_CONTROL_MAX_AGE, HeaderValue::from_static("600"));
+        headers.insert(
+            header::ACCESS_CONTROL_ALLOW_METHODS,
+            HeaderValue::from_static("GET, POST"),
+        );
+        headers.insert(
+            header::ACCESS_CONTROL_ALLOW_HEADERS,
+            HeaderValue::from_static("authorization, content-type"),
+        );
+        headers.insert(
+            header::ACCESS_CONTROL_MAX_AGE,
+            HeaderValue::from_static("600"),
+        );
     }
     response
 }
@@ -191,6 +253,7 @@ async fn no_panic(request: Request, next: Next) -> Response {
     }
     let mut work = Work(tokio::spawn(next.run(request)));
     (&mut work.0).await.unwrap_or_else(|_| {
-        ApiError::internal("the request set off a panic. This is a bug, please report it").into_response()
+        ApiError::internal("the request set off a panic. This is a bug, please report it")
+            .into_response()
     })
 }

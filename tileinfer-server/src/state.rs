@@ -82,7 +82,11 @@ impl Loaded {
     pub(crate) fn grammars(&self) -> ApiResult<&Grammars> {
         let make = || Grammars::new(&self.model.tokenizer, &self.model.defaults.stop_ids);
         let grammars = self.grammars.get_or_init(make).as_ref();
-        grammars.map_err(|reason| ApiError::internal(format!("this model's tokens cannot follow a grammar: {reason}")))
+        grammars.map_err(|reason| {
+            ApiError::internal(format!(
+                "this model's tokens cannot follow a grammar: {reason}"
+            ))
+        })
     }
 }
 
@@ -111,7 +115,12 @@ impl State {
 
     pub(crate) fn load(&self, model: Model) {
         let style = Style::of(model.template.as_ref());
-        let loaded = Loaded { model, style, created: now_nanos() / 1_000_000_000, grammars: OnceLock::new() };
+        let loaded = Loaded {
+            model,
+            style,
+            created: now_nanos() / 1_000_000_000,
+            grammars: OnceLock::new(),
+        };
         // A server has one model; the first stays.
         let _ = self.loaded.set(Arc::new(loaded));
     }
@@ -123,21 +132,27 @@ impl State {
 
     /// The model, ready to answer.
     pub(crate) fn ready(&self) -> ApiResult<Arc<Loaded>> {
-        let loaded = self.loaded.get().ok_or_else(|| ApiError::unavailable("the model is still loading"))?;
+        let loaded = self
+            .loaded
+            .get()
+            .ok_or_else(|| ApiError::unavailable("the model is still loading"))?;
         if self.draining.load(Relaxed) {
             return Err(ApiError::unavailable("the server is shutting down"));
         }
         match loaded.model.engine.state() {
             EngineState::Running => Ok(loaded.clone()),
             EngineState::Stopped => Err(ApiError::unavailable("the engine has stopped")),
-            EngineState::Dead(reason) => Err(ApiError::unavailable(format!("the engine is dead: {reason}"))),
+            EngineState::Dead(reason) => Err(ApiError::unavailable(format!(
+                "the engine is dead: {reason}"
+            ))),
         }
     }
 
     /// A name that no other thing has: `digits` characters of base 36.
     pub(crate) fn unique(&self, digits: usize) -> String {
         // A bijection of the count, so that names differ, and look it.
-        let mut value = (self.serial.fetch_add(1, Relaxed) ^ self.salt).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let mut value =
+            (self.serial.fetch_add(1, Relaxed) ^ self.salt).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         value ^= value >> 32;
         let mut name = String::with_capacity(digits);
         for _ in 0..digits {
@@ -150,5 +165,7 @@ impl State {
 
 /// Nanoseconds since 1970.
 pub(crate) fn now_nanos() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos() as u64)
+    SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .map_or(0, |since| since.as_nanos() as u64)
 }

@@ -32,7 +32,11 @@ struct Telling<C> {
 
 /// The stream of `answers`. When the client goes away it is dropped, and so are the answers.
 pub(crate) fn respond(answers: Answers, chunks: impl Chunks, ping: Duration) -> Response {
-    let telling = Telling { answers: Some(answers), chunks, pending: VecDeque::new() };
+    let telling = Telling {
+        answers: Some(answers),
+        chunks,
+        pending: VecDeque::new(),
+    };
     let events = stream::unfold(telling, |mut telling| async move {
         loop {
             if let Some(sent) = telling.pending.pop_front() {
@@ -48,7 +52,9 @@ pub(crate) fn respond(answers: Answers, chunks: impl Chunks, ping: Duration) -> 
                     }
                 },
                 None => {
-                    telling.pending.extend(telling.chunks.usage(&answers.usage).as_ref().map(data));
+                    telling
+                        .pending
+                        .extend(telling.chunks.usage(&answers.usage).as_ref().map(data));
                     telling.pending.push_back(Sent::default().data("[DONE]"));
                     telling.answers = None;
                 }
@@ -58,7 +64,10 @@ pub(crate) fn respond(answers: Answers, chunks: impl Chunks, ping: Duration) -> 
     let alive = KeepAlive::new().interval(ping).text("ping");
     let mut response = Sse::new(events).keep_alive(alive).into_response();
     // Proxies that collect answers before they pass them on would defeat the stream.
-    response.headers_mut().insert("x-accel-buffering", axum::http::HeaderValue::from_static("no"));
+    response.headers_mut().insert(
+        "x-accel-buffering",
+        axum::http::HeaderValue::from_static("no"),
+    );
     response
 }
 

@@ -38,47 +38,79 @@ impl Tools {
         let given = fields.list("tools")?.unwrap_or_default();
         let bytes: usize = given.iter().map(|tool| tool.to_string().len()).sum();
         if bytes > max_bytes {
-            return Err(ApiError::field("tools", format!("tools are {bytes} bytes, the limit is {max_bytes}")));
+            return Err(ApiError::field(
+                "tools",
+                format!("tools are {bytes} bytes, the limit is {max_bytes}"),
+            ));
         }
         let mut schemas: Vec<(String, Value)> = Vec::new();
         let mut strict = None;
         for (i, tool) in given.iter().enumerate() {
             let (name, schema, is_strict) = read_tool(&format!("tools[{i}]"), tool.clone())?;
             if schemas.iter().any(|(other, _)| *other == name) {
-                return Err(ApiError::field("tools", format!("there are two tools called {name:?}")));
+                return Err(ApiError::field(
+                    "tools",
+                    format!("there are two tools called {name:?}"),
+                ));
             }
             if is_strict {
                 strict.get_or_insert(i);
             }
             schemas.push((name, schema));
         }
-        let most_calls = if fields.flag("parallel_tool_calls")? == Some(false) { 1 } else { MAX_CALLS };
+        let most_calls = if fields.flag("parallel_tool_calls")? == Some(false) {
+            1
+        } else {
+            MAX_CALLS
+        };
         let choice = match fields.take("tool_choice") {
             None => Choice::Auto,
-            Some(Value::String(word)) if word == "none" => return Ok(Tools { most_calls, ..Tools::default() }),
+            Some(Value::String(word)) if word == "none" => {
+                return Ok(Tools {
+                    most_calls,
+                    ..Tools::default()
+                });
+            }
             Some(Value::String(word)) if word == "auto" => Choice::Auto,
             Some(Value::String(word)) if word == "required" => Choice::Required,
             Some(Value::Object(choice)) => {
-                let name = choice.get("function").and_then(|function| function["name"].as_str());
+                let name = choice
+                    .get("function")
+                    .and_then(|function| function["name"].as_str());
                 let name = name.filter(|name| schemas.iter().any(|(other, _)| other == name));
                 let wrong = "tool_choice must name one of the tools as {\"type\": \"function\", \"function\": {\"name\": …}}";
-                Choice::Named(name.ok_or_else(|| ApiError::field("tool_choice", wrong))?.to_owned())
+                Choice::Named(
+                    name.ok_or_else(|| ApiError::field("tool_choice", wrong))?
+                        .to_owned(),
+                )
             }
             Some(other) => {
                 let shown = brief(&other);
                 let what = "it must be none, auto, required or name a function";
-                return Err(ApiError::field("tool_choice", format!("tool_choice is {shown}, {what}")));
+                return Err(ApiError::field(
+                    "tool_choice",
+                    format!("tool_choice is {shown}, {what}"),
+                ));
             }
         };
         if schemas.is_empty() && choice != Choice::Auto {
-            return Err(ApiError::field("tool_choice", "tool_choice asks for a call and there are no tools"));
+            return Err(ApiError::field(
+                "tool_choice",
+                "tool_choice asks for a call and there are no tools",
+            ));
         }
         if let (Some(i), Choice::Auto) = (strict, &choice) {
             let param = format!("tools[{i}].function.strict");
-            let reason = format!("{param} is honoured only where tool_choice asks for a call; leave it out");
+            let reason =
+                format!("{param} is honoured only where tool_choice asks for a call; leave it out");
             return Err(ApiError::unsupported(&param, &reason));
         }
-        Ok(Tools { given, schemas, choice, most_calls })
+        Ok(Tools {
+            given,
+            schemas,
+            choice,
+            most_calls,
+        })
     }
 
     /// Whether there are none.
@@ -91,23 +123,37 @@ impl Tools {
         match &self.choice {
             Choice::Auto => None,
             Choice::Required => Some((self.schemas.clone(), self.most_calls)),
-            Choice::Named(name) => {
-                Some((self.schemas.iter().filter(|(other, _)| other == name).cloned().collect(), 1))
-            }
+            Choice::Named(name) => Some((
+                self.schemas
+                    .iter()
+                    .filter(|(other, _)| other == name)
+                    .cloned()
+                    .collect(),
+                1,
+            )),
         }
     }
 }
 
 fn read_tool(name: &str, tool: Value) -> ApiResult<(String, Value, bool)> {
     let mut tool = Fields::within(name, tool)?;
-    let kind = tool.string("type")?.unwrap_or_else(|| "function".to_owned());
+    let kind = tool
+        .string("type")?
+        .unwrap_or_else(|| "function".to_owned());
     if kind != "function" {
         let param = format!("{name}.type");
         let reason = format!("{param} is {kind:?}; only functions can be called");
         return Err(ApiError::unsupported(&param, &reason));
     }
-    let missing = |what: &str| ApiError::field(format!("{name}.{what}"), format!("{name}.{what} is missing"));
-    let mut function = tool.object("function")?.ok_or_else(|| missing("function"))?;
+    let missing = |what: &str| {
+        ApiError::field(
+            format!("{name}.{what}"),
+            format!("{name}.{what} is missing"),
+        )
+    };
+    let mut function = tool
+        .object("function")?
+        .ok_or_else(|| missing("function"))?;
     tool.finish()?;
     let called = function.string("name")?.filter(|name| !name.is_empty());
     let called = called.ok_or_else(|| missing("function.name"))?;
@@ -115,7 +161,10 @@ fn read_tool(name: &str, tool: Value) -> ApiResult<(String, Value, bool)> {
     let strict = function.flag("strict")?.unwrap_or(false);
     let schema = function.map("parameters")?;
     function.finish()?;
-    let schema = schema.map_or_else(|| json!({"type": "object", "properties": {}}), Value::Object);
+    let schema = schema.map_or_else(
+        || json!({"type": "object", "properties": {}}),
+        Value::Object,
+    );
     Ok((called, schema, strict))
 }
 
@@ -133,7 +182,9 @@ pub(crate) fn tell(messages: &mut Vec<Value>, tools: &Tools) {
                 let arguments = function["arguments"].as_str().map(str::to_owned);
                 let arguments = arguments.unwrap_or_else(|| function["arguments"].to_string());
                 let name = &function["name"];
-                text.push_str(&format!("\n<tool_call>\n{{\"name\": {name}, \"arguments\": {arguments}}}\n</tool_call>"));
+                text.push_str(&format!(
+                    "\n<tool_call>\n{{\"name\": {name}, \"arguments\": {arguments}}}\n</tool_call>"
+                ));
             }
             *message = json!({"role": "assistant", "content": text.trim_start()});
         }
@@ -141,12 +192,19 @@ pub(crate) fn tell(messages: &mut Vec<Value>, tools: &Tools) {
     if tools.is_empty() {
         return;
     }
-    let list: Vec<String> = tools.given.iter().map(|tool| tool["function"].to_string()).collect();
+    let list: Vec<String> = tools
+        .given
+        .iter()
+        .map(|tool| tool["function"].to_string())
+        .collect();
     let told = format!(
         "You can call these functions, described as JSON one a line:\n{}\nTo call one, answer with nothing but\n<tool_call>\n{{\"name\": the function's name, \"arguments\": its arguments as a JSON object}}\n</tool_call>",
         list.join("\n")
     );
-    match messages.first_mut().filter(|first| first["role"] == "system") {
+    match messages
+        .first_mut()
+        .filter(|first| first["role"] == "system")
+    {
         Some(system) => {
             let before = system["content"].as_str().unwrap_or_default();
             system["content"] = format!("{before}\n\n{told}").trim_start().into();

@@ -53,7 +53,11 @@ impl GenerationStats {
 }
 
 fn rate(count: usize, time: Duration) -> f64 {
-    if time.is_zero() { 0.0 } else { count as f64 / time.as_secs_f64() }
+    if time.is_zero() {
+        0.0
+    } else {
+        count as f64 / time.as_secs_f64()
+    }
 }
 
 /// Continues `prompt` on `steps`, reusing what `sequence` has cached of it.
@@ -74,6 +78,11 @@ pub fn generate(
     let most = options.max_tokens;
     let slot = steps.admit(Generation::new(sequence, prompt, options, max_length)?);
     let result = drive(steps, slot, on_progress, on_token);
+    // A step may still be in flight: wait, so that the loop is idle afterwards.
+    while result.is_err() && steps.in_flight() > 0 {
+        // The first error is the one to tell.
+        let _ = steps.advance(&[]);
+    }
     let Some(generation) = steps.remove(slot) else {
         return Err(Error::Bug("a generation vanished".to_owned()));
     };
@@ -87,8 +96,15 @@ pub fn generate(
         to_first: first.map_or_else(|| start.elapsed(), |first| first - start),
         after_first: first.map_or(Duration::ZERO, |first| first.elapsed()),
     };
-    let context_full = finish == FinishReason::Length && most.is_none_or(|most| tokens.len() < most);
-    Ok(Generated { tokens, finish, context_full, stats, sequence: generation.into_sequence() })
+    let context_full =
+        finish == FinishReason::Length && most.is_none_or(|most| tokens.len() < most);
+    Ok(Generated {
+        tokens,
+        finish,
+        context_full,
+        stats,
+        sequence: generation.into_sequence(),
+    })
 }
 
 /// Steps until the generation in `slot` ends; when the first token came.
@@ -99,9 +115,11 @@ fn drive(
     on_token: &mut dyn FnMut(&Sampled) -> ControlFlow<()>,
 ) -> Result<Option<Instant>> {
     let max_rows = steps.limits().max_rows;
-    let mut first = None;
+    let (mut first, mut heard) = (None, 0);
     loop {
-        let Some(generation) = steps.get(slot) else { return Ok(first) };
+        let Some(generation) = steps.get(slot) else {
+            return Ok(first);
+        };
         if generation.finish().is_some() {
             // A step may still be in flight for it: wait, so that the loop is idle afterwards.
             while steps.in_flight() > 0 {
@@ -110,16 +128,21 @@ fn drive(
             return Ok(first);
         }
         let rows = generation.ready_rows().min(max_rows);
-        let plan = (rows > 0).then(|| Planned { slot, rows, drafts: Vec::new() });
+        let plan = (rows > 0).then(|| Planned {
+            slot,
+            rows,
+            drafts: Vec::new(),
+        });
         for advance in steps.advance(plan.as_slice())? {
             if advance.tokens.is_empty() {
                 on_progress(steps.get(slot).map_or(0, Generation::cached_now));
             }
             for token in &advance.tokens {
                 first.get_or_insert_with(Instant::now);
+                heard += 1;
                 if on_token(token).is_break() {
                     if let Some(generation) = steps.get_mut(slot) {
-                        generation.end(FinishReason::Stop);
+                        generation.end_after(heard, FinishReason::Stop);
                     }
                     break;
                 }
@@ -138,7 +161,7 @@ pub struct Answer {
 }
 
 /// [`generate`] with the text of the tokens handed to `on_text` as it comes, up to the first of
-/// `stop_strings`. `on_text` may break off.
+/// `stop_strings`. `on_text` may break off; it is not called again then.
 pub fn answer(
     steps: &mut StepLoop,
     tokenizer: &Tokenizer,
@@ -150,6 +173,7 @@ pub fn answer(
     on_text: &mut dyn FnMut(&str) -> ControlFlow<()>,
 ) -> Result<Answer> {
     let mut output = TextOutput::new(tokenizer, stop_strings)?;
+    let mut broken_off = false;
     let stop_ids = options.stop_ids.clone();
     let mut on_token = |sampled: &Sampled| {
         if stop_ids.contains(&sampled.token) {
@@ -157,16 +181,26 @@ pub fn answer(
         }
         let piece = output.push(sampled.token);
         if !piece.is_empty() && on_text(piece).is_break() {
+            broken_off = true;
             return ControlFlow::Break(());
         }
-        if output.stopped() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        if output.stopped() {
+            ControlFlow::Break(())
+        } else {
+            ControlFlow::Continue(())
+        }
     };
     let generated = generate(steps, sequence, prompt, options, on_progress, &mut on_token)?;
-    let rest = output.finish();
-    if !rest.is_empty() {
-        let _ = on_text(rest);
+    if !broken_off {
+        let rest = output.finish();
+        if !rest.is_empty() {
+            let _ = on_text(rest);
+        }
     }
-    Ok(Answer { text: output.into_text(), generated })
+    Ok(Answer {
+        text: output.into_text(),
+        generated,
+    })
 }
 
 /// The text of an answer, token by token: whole characters only, nothing of a stop string, and no special

@@ -4,13 +4,13 @@
 use std::ops::ControlFlow;
 use std::sync::Arc;
 
+use crate::Result;
 use crate::chat::{ChatMessage, ChatRequest, ChatTemplate};
-use crate::engine::{FinishReason, GenerationOptions, StepLoop};
+use crate::engine::{FinishReason, Generation, GenerationOptions, StepLoop};
 use crate::generate::{GenerationStats, answer};
 use crate::kv::Sequence;
 use crate::sampling::SamplingParams;
-use crate::tokenizer::Tokenizer;
-use crate::{Error, Result};
+use crate::tokenizer::{StopStrings, Tokenizer};
 
 /// How a session answers. May be changed between turns.
 #[derive(Debug, Clone)]
@@ -59,8 +59,20 @@ pub type TurnStats = GenerationStats;
 
 impl Session {
     /// A session without messages. `steps` is its own: the cache holds this conversation alone.
-    pub fn new(steps: StepLoop, tokenizer: Tokenizer, template: ChatTemplate, options: SessionOptions) -> Self {
-        Session { steps, tokenizer, template, options, messages: Vec::new(), sequence: None }
+    pub fn new(
+        steps: StepLoop,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        options: SessionOptions,
+    ) -> Self {
+        Session {
+            steps,
+            tokenizer,
+            template,
+            options,
+            messages: Vec::new(),
+            sequence: None,
+        }
     }
 
     /// The conversation so far.
@@ -123,9 +135,13 @@ impl Session {
     ) -> Result<Reply> {
         let before = self.messages.len();
         self.messages.push(ChatMessage::new("user", text));
-        let result = self.prompt().and_then(|prompt| self.run(&prompt, on_progress, on_text));
+        let result = self
+            .prompt()
+            .and_then(|prompt| self.run(&prompt, on_progress, on_text));
         match &result {
-            Ok(reply) => self.messages.push(ChatMessage::new("assistant", reply.text.clone())),
+            Ok(reply) => self
+                .messages
+                .push(ChatMessage::new("assistant", reply.text.clone())),
             Err(_) => self.messages.truncate(before),
         }
         result
@@ -135,7 +151,9 @@ impl Session {
     pub fn prompt(&self) -> Result<Vec<u32>> {
         let mut request = ChatRequest::answer(&self.messages);
         if let Some(thinking) = self.options.thinking {
-            request.variables.insert("enable_thinking".to_owned(), thinking.into());
+            request
+                .variables
+                .insert("enable_thinking".to_owned(), thinking.into());
         }
         let text = self.template.render(&self.template.accommodate(request)?)?;
         self.tokenizer.encode(&text, false)
@@ -147,11 +165,6 @@ impl Session {
         on_progress: &mut dyn FnMut(usize),
         on_text: &mut dyn FnMut(&str) -> ControlFlow<()>,
     ) -> Result<Reply> {
-        let limit = self.steps.limits().max_length;
-        if prompt.len() >= limit {
-            return Err(Error::ContextFull { needed: prompt.len() + 1, limit });
-        }
-        let sequence = self.sequence.take().unwrap_or_else(|| self.steps.new_sequence());
         let options = GenerationOptions {
             sampling: Arc::new(self.options.sampling.clone()),
             seed: self.options.seed,
@@ -161,8 +174,24 @@ impl Session {
             top_logprobs: None,
         };
         let stops = self.options.stop_strings.clone();
+        // What is refused before it runs costs nothing that is cached.
+        Generation::check(prompt, &options, self.steps.limits().max_length)?;
+        StopStrings::new(stops.clone())?;
+        let sequence = self
+            .sequence
+            .take()
+            .unwrap_or_else(|| self.steps.new_sequence());
         let (steps, tokenizer) = (&mut self.steps, &self.tokenizer);
-        let answer = answer(steps, tokenizer, sequence, prompt, options, &stops, on_progress, on_text)?;
+        let answer = answer(
+            steps,
+            tokenizer,
+            sequence,
+            prompt,
+            options,
+            &stops,
+            on_progress,
+            on_text,
+        )?;
         let generated = answer.generated;
         self.sequence = Some(generated.sequence);
         Ok(Reply {

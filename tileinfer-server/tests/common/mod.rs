@@ -6,8 +6,8 @@ use std::fs::{self, File};
 use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
-use std::sync::{LazyLock, Mutex};
 use std::sync::mpsc::{Receiver, channel};
+use std::sync::{LazyLock, Mutex};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
@@ -24,7 +24,9 @@ use tokio::sync::oneshot;
 static UNPACKED: LazyLock<TempDir> = LazyLock::new(|| {
     let target = tempfile::tempdir().unwrap();
     for name in ["smollm2", "qwen3"] {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../testdata/tokenizers").join(name);
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("../testdata/tokenizers")
+            .join(name);
         let copy = target.path().join(name);
         fs::create_dir(&copy).unwrap();
         for file in fs::read_dir(&folder).unwrap() {
@@ -59,7 +61,11 @@ impl Default for Setup {
     fn default() -> Self {
         Setup {
             model: "smollm2",
-            fake: FakeOptions { page_size: 16, max_rows: 256, ..FakeOptions::default() },
+            fake: FakeOptions {
+                page_size: 16,
+                max_rows: 256,
+                ..FakeOptions::default()
+            },
             engine: EngineOptions::default(),
             options: ServeOptions::default(),
             script: Vec::new(),
@@ -86,19 +92,37 @@ pub(crate) fn model(setup: &Setup) -> Model {
     let dir = model_dir(setup.model);
     let tokenizer = Tokenizer::from_dir(&dir).unwrap();
     let vocabulary = tokenizer.vocab_size();
-    let fake = FakeRunner::new(&FakeOptions { vocabulary, ..setup.fake.clone() });
+    let fake = FakeRunner::new(&FakeOptions {
+        vocabulary,
+        ..setup.fake.clone()
+    });
     let stop_ids = stop_ids(&tokenizer);
     let runner: Box<dyn Runner> = if setup.script.is_empty() {
         Box::new(fake)
     } else {
-        let ended = |text: &String| [tokenizer.encode(text, false).unwrap(), stop_ids.clone()].concat();
+        let ended =
+            |text: &String| [tokenizer.encode(text, false).unwrap(), stop_ids.clone()].concat();
         let script = setup.script.iter().flat_map(ended).collect();
-        Box::new(Scripted { fake, script, said: 0 })
+        Box::new(Scripted {
+            fake,
+            script,
+            said: 0,
+        })
     };
-    let engine = Engine::start(StepLoop::new(runner), Some(tokenizer.clone()), setup.engine).unwrap();
+    let engine =
+        Engine::start(StepLoop::new(runner), Some(tokenizer.clone()), setup.engine).unwrap();
     let template = Some(ChatTemplate::load(&dir).unwrap());
-    let defaults = GenerationDefaults { stop_ids, ..GenerationDefaults::default() };
-    Model { name: "test/model".to_owned(), engine, tokenizer, template, defaults }
+    let defaults = GenerationDefaults {
+        stop_ids,
+        ..GenerationDefaults::default()
+    };
+    Model {
+        name: "test/model".to_owned(),
+        engine,
+        tokenizer,
+        template,
+        defaults,
+    }
 }
 
 pub(crate) fn live(setup: &Setup) -> Live {
@@ -107,7 +131,13 @@ pub(crate) fn live(setup: &Setup) -> Live {
     let server = Server::new(setup.options.clone());
     server.load(model);
     let (address, stop, ended) = start(server);
-    Live { address, engine, tokenizer, stop: Some(stop), ended: Mutex::new(ended) }
+    Live {
+        address,
+        engine,
+        tokenizer,
+        stop: Some(stop),
+        ended: Mutex::new(ended),
+    }
 }
 
 /// A server on a free port, what stops it, and what hears that it has.
@@ -118,7 +148,11 @@ pub(crate) fn start(server: Server) -> (SocketAddr, oneshot::Sender<()>, Receive
     let (stop, stopped) = oneshot::channel::<()>();
     let (done, ended) = channel();
     std::thread::spawn(move || {
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .enable_all()
+            .build()
+            .unwrap();
         runtime.block_on(async {
             let listener = tokio::net::TcpListener::from_std(listener).unwrap();
             let stopped = async move { drop(stopped.await) };
@@ -138,7 +172,10 @@ impl Live {
     /// Status, headers of interest and body.
     pub(crate) fn post(&self, path: &str, body: &Value) -> (u16, Value) {
         let mut response = agent().post(&self.url(path)).send_json(body).unwrap();
-        (response.status().as_u16(), response.body_mut().read_json().unwrap())
+        (
+            response.status().as_u16(),
+            response.body_mut().read_json().unwrap(),
+        )
     }
 
     /// The answer to a request that must be one.
@@ -150,7 +187,10 @@ impl Live {
 
     pub(crate) fn get(&self, path: &str) -> (u16, String) {
         let mut response = agent().get(&self.url(path)).call().unwrap();
-        (response.status().as_u16(), response.body_mut().read_to_string().unwrap())
+        (
+            response.status().as_u16(),
+            response.body_mut().read_to_string().unwrap(),
+        )
     }
 
     /// The chunks of a stream, which must end with `[DONE]`; pings are counted.
@@ -174,7 +214,11 @@ impl Live {
 
     /// Waits until it has stopped.
     pub(crate) fn wait(&self, at_most: Duration) {
-        self.ended.lock().unwrap().recv_timeout(at_most).expect("the server ends");
+        self.ended
+            .lock()
+            .unwrap()
+            .recv_timeout(at_most)
+            .expect("the server ends");
     }
 }
 
@@ -190,20 +234,31 @@ pub(crate) fn read_stream(reader: impl BufRead) -> (Vec<Value>, usize) {
             _ => assert!(line.is_empty(), "{line:?}"),
         }
     }
-    assert!(done || chunks.last().is_some_and(|chunk: &Value| chunk.get("error").is_some()), "{chunks:?}");
+    assert!(
+        done || chunks
+            .last()
+            .is_some_and(|chunk: &Value| chunk.get("error").is_some()),
+        "{chunks:?}"
+    );
     (chunks, pings)
 }
 
 /// A client that reads errors like any answer.
 pub(crate) fn agent() -> ureq::Agent {
-    ureq::Agent::config_builder().http_status_as_error(false).build().into()
+    ureq::Agent::config_builder()
+        .http_status_as_error(false)
+        .build()
+        .into()
 }
 
 /// Waits until `what` holds.
 pub(crate) fn until(what: impl Fn() -> bool) {
     let start = Instant::now();
     while !what() {
-        assert!(start.elapsed() < Duration::from_secs(20), "it never happens");
+        assert!(
+            start.elapsed() < Duration::from_secs(20),
+            "it never happens"
+        );
         std::thread::sleep(Duration::from_millis(1));
     }
 }

@@ -17,7 +17,7 @@ use super::{
     ChatRequest,
     accommodate::Shapes,
     python::{self, MAX_OUTPUT, Refusal, is_blank},
-    source::Sources,
+    source::{Sources, special_tokens_of},
 };
 use crate::{Error, Result};
 
@@ -72,6 +72,15 @@ impl ChatTemplate {
         ))
     }
 
+    /// The template in `file`, with the special tokens of the model in `dir`.
+    ///
+    /// # Errors
+    /// A file that cannot be read or does not compile.
+    pub fn from_file(file: &Path, dir: &Path) -> Result<Self> {
+        let source = std::fs::read_to_string(file).map_err(|error| Error::io(file, error))?;
+        Self::from_source(&source, special_tokens_of(dir)?)
+    }
+
     /// A template given as text, with the special tokens that it may name, such as `bos_token`.
     ///
     /// # Errors
@@ -97,8 +106,8 @@ impl ChatTemplate {
             .into_iter()
             .map(|(name, source)| {
                 let result =
-                    environment.add_template_owned(name.clone(), without_generation_tags(&source));
-                let syntax_error = result.err().map(|error| error.to_string());
+                    python::add_template(&mut environment, &name, without_generation_tags(&source));
+                let syntax_error = result.err();
                 (
                     name,
                     Compiled {
@@ -158,7 +167,7 @@ impl ChatTemplate {
             }
             Some(field) => Some(mark_end(&mut messages, field, &compiled.source)?),
         };
-        let prompt = self.evaluate(name, &messages, request)?;
+        let prompt = python::on_deep_stack(|| self.evaluate(name, &messages, request))??;
         match continued {
             None => Ok(prompt),
             Some(text) => cut_at_mark(prompt, &text),
@@ -212,12 +221,13 @@ impl ChatTemplate {
             ),
         ];
         // Later ones win: no variable can take the place of the conversation.
-        let context: minijinja::Value = [("strftime_now", clock)]
-            .into_iter()
-            .chain(json_pairs(&self.0.special_tokens))
-            .chain(json_pairs(&request.variables))
-            .chain(fixed)
-            .collect();
+        let context = minijinja::Value::from_pairs(
+            [("strftime_now", clock)]
+                .into_iter()
+                .chain(json_pairs(&self.0.special_tokens))
+                .chain(json_pairs(&request.variables))
+                .chain(fixed),
+        );
         let mut output = Limited(Vec::new());
         let template = self.0.environment.get_template(name);
         template

@@ -13,7 +13,9 @@ use std::time::Instant;
 
 use super::generation::{FinishReason, Generation, GenerationOptions};
 use super::metrics::{Metrics, add, count, set};
-use super::request::{Constraint, Ended, Event, Finished, Listener, Request, RequestHandle, RequestTimes};
+use super::request::{
+    Constraint, Ended, Event, Finished, Listener, Request, RequestHandle, RequestTimes,
+};
 use super::scheduler::{Budget, RequestId, Scheduler};
 use super::step::{Planned, Slot, StepLoop};
 use crate::kv::{PrefixCache, Sequence};
@@ -40,7 +42,12 @@ pub struct EngineOptions {
 
 impl Default for EngineOptions {
     fn default() -> Self {
-        EngineOptions { max_running: usize::MAX, max_waiting: 512, prefill_beside_decode: usize::MAX, prefix_cache: true }
+        EngineOptions {
+            max_running: usize::MAX,
+            max_waiting: 512,
+            prefill_beside_decode: usize::MAX,
+            prefix_cache: true,
+        }
     }
 }
 
@@ -134,13 +141,22 @@ impl Engine {
     ///
     /// # Errors
     /// The operating system may refuse another thread.
-    pub fn start(steps: StepLoop, tokenizer: Option<Tokenizer>, options: EngineOptions) -> Result<Self> {
+    pub fn start(
+        steps: StepLoop,
+        tokenizer: Option<Tokenizer>,
+        options: EngineOptions,
+    ) -> Result<Self> {
         let limits = steps.limits().clone();
         // With a window early pages come back, so the cache holds any length.
-        let cached = limits.window.map_or(limits.pages * limits.kv.page_size, |_| usize::MAX);
+        let cached = limits
+            .window
+            .map_or(limits.pages * limits.kv.page_size, |_| usize::MAX);
         let max_length = limits.max_length.min(cached);
         let device = steps.device();
-        let shared = Arc::new(Shared { metrics: Metrics::default(), state: Mutex::new(EngineState::Running) });
+        let shared = Arc::new(Shared {
+            metrics: Metrics::default(),
+            state: Mutex::new(EngineState::Running),
+        });
         set(&shared.metrics.pages, limits.pages);
         let (messages, inbox) = channel();
         let budget = Budget {
@@ -163,8 +179,23 @@ impl Engine {
             .name("engine".to_owned())
             .spawn(move || worker.live(&inbox))
             .map_err(|error| Error::Device(format!("no thread for the engine: {error}")))?;
-        let (next, max_waiting, thread) = (AtomicU64::new(0), options.max_waiting, Mutex::new(Some(thread)));
-        Ok(Engine { inner: Arc::new(Inner { messages, shared, limits, max_length, max_waiting, device, next, thread }) })
+        let (next, max_waiting, thread) = (
+            AtomicU64::new(0),
+            options.max_waiting,
+            Mutex::new(Some(thread)),
+        );
+        Ok(Engine {
+            inner: Arc::new(Inner {
+                messages,
+                shared,
+                limits,
+                max_length,
+                max_waiting,
+                device,
+                next,
+                thread,
+            }),
+        })
     }
 
     /// What its runner can hold and do.
@@ -199,18 +230,33 @@ impl Engine {
     pub fn check(&self, prompt: &[u32], options: &GenerationOptions) -> Result<()> {
         let limits = &self.inner.limits;
         if prompt.is_empty() {
-            return Err(Error::usage("the prompt is empty: there is nothing to continue"));
+            return Err(Error::usage(
+                "the prompt is empty: there is nothing to continue",
+            ));
         }
         if prompt.len() >= self.inner.max_length {
-            return Err(Error::ContextFull { needed: prompt.len() + 1, limit: self.inner.max_length });
+            return Err(Error::ContextFull {
+                needed: prompt.len() + 1,
+                limit: self.inner.max_length,
+            });
         }
         if let Some(id) = prompt.iter().find(|&&id| id as usize >= limits.vocabulary) {
-            return Err(Error::usage(format!("there is no token {id} in a vocabulary of {}", limits.vocabulary)));
+            return Err(Error::usage(format!(
+                "there is no token {id} in a vocabulary of {}",
+                limits.vocabulary
+            )));
         }
         options.sampling.validate()?;
         let written = limits.head_rows.min(options.vocabulary);
-        if let Some((id, _)) = options.sampling.logit_bias.iter().find(|(id, _)| *id as usize >= written) {
-            return Err(Error::usage(format!("logit_bias names token {id}, the vocabulary ends before {written}")));
+        if let Some((id, _)) = options
+            .sampling
+            .logit_bias
+            .iter()
+            .find(|(id, _)| *id as usize >= written)
+        {
+            return Err(Error::usage(format!(
+                "logit_bias names token {id}, the vocabulary ends before {written}"
+            )));
         }
         Ok(())
     }
@@ -221,26 +267,58 @@ impl Engine {
     /// Those of [`Engine::check`]; an empty stop string; [`Error::QueueFull`]; [`Error::Device`] if the
     /// engine is not running.
     pub fn submit(&self, request: Request) -> Result<RequestHandle> {
-        let Inner { messages, shared, next, max_waiting, .. } = &*self.inner;
+        let Inner {
+            messages,
+            shared,
+            next,
+            max_waiting,
+            ..
+        } = &*self.inner;
         self.check(&request.prompt, &request.options)?;
         StopStrings::new(request.stop_strings.clone())?;
         match self.state() {
             EngineState::Running => {}
             EngineState::Stopped => return Err(Error::Device("the engine has stopped".to_owned())),
-            EngineState::Dead(reason) => return Err(Error::Device(format!("the engine is dead: {reason}"))),
+            EngineState::Dead(reason) => {
+                return Err(Error::Device(format!("the engine is dead: {reason}")));
+            }
         }
         let waiting = shared.metrics.waiting.fetch_add(1, Relaxed) as usize;
         if waiting >= *max_waiting {
             shared.metrics.waiting.fetch_sub(1, Relaxed);
-            return Err(Error::QueueFull { waiting, limit: *max_waiting });
+            return Err(Error::QueueFull {
+                waiting,
+                limit: *max_waiting,
+            });
         }
         let id = RequestId(next.fetch_add(1, Relaxed));
-        let Request { prompt, options, stop_strings, skip_special, constraint, on_event } = request;
-        let request = Asked { prompt, options, stop_strings, skip_special, constraint };
-        let submission = Submission { id, request, listener: Listener::new(on_event), arrived: Instant::now() };
+        let Request {
+            prompt,
+            options,
+            stop_strings,
+            skip_special,
+            constraint,
+            on_event,
+        } = request;
+        let request = Asked {
+            prompt,
+            options,
+            stop_strings,
+            skip_special,
+            constraint,
+        };
+        let submission = Submission {
+            id,
+            request,
+            listener: Listener::new(on_event),
+            arrived: Instant::now(),
+        };
         // If the thread is gone the submission comes back and its listener hears of the end as it is dropped.
         let _ = messages.send(Message::Submit(Box::new(submission)));
-        Ok(RequestHandle { id, messages: messages.clone() })
+        Ok(RequestHandle {
+            id,
+            messages: messages.clone(),
+        })
     }
 
     /// What the pages are doing, once no request runs or waits; none if the engine is not running.
@@ -253,7 +331,12 @@ impl Engine {
     /// Ends all requests as cancelled and waits until the device is released.
     pub fn shut_down(&self) {
         let _ = self.inner.messages.send(Message::Stop);
-        let thread = self.inner.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let thread = self
+            .inner
+            .thread
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
         if let Some(thread) = thread {
             // The thread catches its panics, and there would be nobody left to tell.
             let _ = thread.join();
@@ -291,7 +374,10 @@ struct Active {
 /// Where its generation is.
 enum Place {
     /// Not begun.
-    New { prompt: Vec<u32>, options: GenerationOptions },
+    New {
+        prompt: Vec<u32>,
+        options: GenerationOptions,
+    },
     /// Without pages, until there are some.
     Preempted(Box<Generation>),
     /// In the loop.
@@ -377,7 +463,12 @@ impl Worker {
         let pool = self.steps.pool();
         let cached = self.cache.len();
         let shared = cached - self.cache.held_alone();
-        let report = IdleReport { total: pool.total(), free: pool.free(), cached, shared };
+        let report = IdleReport {
+            total: pool.total(),
+            free: pool.free(),
+            cached,
+            shared,
+        };
         if !report.is_whole() {
             count(&self.shared.metrics.pages_lost);
             tracing::error!("pages are lost: {report:?}");
@@ -390,17 +481,40 @@ impl Worker {
     }
 
     fn arrive(&mut self, submission: Submission) {
-        let Submission { id, request, listener, arrived } = submission;
-        let Asked { prompt, options, stop_strings, skip_special, constraint } = request;
+        let Submission {
+            id,
+            request,
+            listener,
+            arrived,
+        } = submission;
+        let Asked {
+            prompt,
+            options,
+            stop_strings,
+            skip_special,
+            constraint,
+        } = request;
         let text = self.tokenizer.as_ref().map(|tokenizer| {
             let stops = StopStrings::new(stop_strings)?;
-            Ok(Text { stream: tokenizer.decode_stream(skip_special), stops })
+            Ok(Text {
+                stream: tokenizer.decode_stream(skip_special),
+                stops,
+            })
         });
         match text.transpose() {
             Ok(text) => {
                 let place = Place::New { prompt, options };
                 let times = RequestTimes::default();
-                let active = Active { listener, place, text, constraint, arrived, started: false, times, shown_pages: 0 };
+                let active = Active {
+                    listener,
+                    place,
+                    text,
+                    constraint,
+                    arrived,
+                    started: false,
+                    times,
+                    shown_pages: 0,
+                };
                 self.requests.insert(id, active);
                 self.scheduler.arrive(id);
             }
@@ -416,19 +530,27 @@ impl Worker {
     fn step(&mut self) -> Result<()> {
         self.start_requests()?;
         let mut plan = Vec::new();
-        let shares = self.scheduler.plan(|id| self.generation(id).map_or(0, Generation::ready_rows));
+        let shares = self
+            .scheduler
+            .plan(|id| self.generation(id).map_or(0, Generation::ready_rows));
         for share in shares {
             if let Some(rows) = self.find_pages(share.id, share.rows)?
                 && let Some(slot) = self.slot(share.id)
             {
-                plan.push(Planned { slot, rows, drafts: Vec::new() });
+                plan.push(Planned {
+                    slot,
+                    rows,
+                    drafts: Vec::new(),
+                });
             }
         }
         if !plan.is_empty() {
             count(&self.shared.metrics.steps);
         }
         for advance in self.steps.advance(&plan)? {
-            let Some(&id) = self.slots.get(&advance.slot) else { continue };
+            let Some(&id) = self.slots.get(&advance.slot) else {
+                continue;
+            };
             self.remember(id);
             self.deliver(id, advance.tokens, advance.finish);
         }
@@ -439,16 +561,25 @@ impl Worker {
     fn start_requests(&mut self) -> Result<()> {
         while let Some(id) = self.scheduler.candidate() {
             let Some(request) = self.requests.get(&id) else {
-                return Err(Error::Bug(format!("request {} waits and is not known", id.0)));
+                return Err(Error::Bug(format!(
+                    "request {} waits and is not known",
+                    id.0
+                )));
             };
             let tokens = match &request.place {
                 Place::New { prompt, .. } => prompt.as_slice(),
                 Place::Preempted(generation) => generation.tokens(),
-                Place::Running(_) => return Err(Error::Bug(format!("request {} waits and runs", id.0))),
+                Place::Running(_) => {
+                    return Err(Error::Bug(format!("request {} waits and runs", id.0)));
+                }
             };
             // The last token has to be run, so its page is never taken from the cache whole.
             let found = &tokens[..tokens.len() - 1];
-            let pages = if self.caches { self.cache.find(found) } else { Vec::new() };
+            let pages = if self.caches {
+                self.cache.find(found)
+            } else {
+                Vec::new()
+            };
             let kv = self.steps.limits().kv;
             let missing = kv.pages_for(tokens.len() + 1).saturating_sub(pages.len());
             if self.scheduler.running().len() > 0 && !self.in_sight(missing + self.promised()) {
@@ -474,17 +605,27 @@ impl Worker {
         let missing = |id| {
             let generation = self.generation(id)?;
             let table_end = generation.sequence().capacity() / kv.page_size;
-            Some(kv.pages_for(generation.tokens().len() + 1).saturating_sub(table_end))
+            Some(
+                kv.pages_for(generation.tokens().len() + 1)
+                    .saturating_sub(table_end),
+            )
         };
         self.scheduler.running().filter_map(missing).sum()
     }
 
     /// A request leaves the queue, with the pages that were found for it.
     fn begin(&mut self, id: RequestId, sequence: Sequence) {
-        let Some(request) = self.requests.get_mut(&id) else { return };
-        let empty = Place::New { prompt: Vec::new(), options: no_options() };
+        let Some(request) = self.requests.get_mut(&id) else {
+            return;
+        };
+        let empty = Place::New {
+            prompt: Vec::new(),
+            options: no_options(),
+        };
         let generation = match std::mem::replace(&mut request.place, empty) {
-            Place::New { prompt, options } => Generation::new(sequence, &prompt, options, self.max_length),
+            Place::New { prompt, options } => {
+                Generation::new(sequence, &prompt, options, self.max_length)
+            }
             Place::Preempted(mut generation) => generation.resume(sequence).map(|()| *generation),
             Place::Running(_) => Err(Error::Bug("a running request began again".to_owned())),
         };
@@ -492,8 +633,11 @@ impl Worker {
             Ok(generation) => generation,
             Err(error) => return self.end(id, Ended::Failed(error)),
         };
-        let (prompt_tokens, cached_tokens, finish) =
-            (generation.prompt_tokens(), generation.cached_tokens(), generation.finish());
+        let (prompt_tokens, cached_tokens, finish) = (
+            generation.prompt_tokens(),
+            generation.cached_tokens(),
+            generation.finish(),
+        );
         request.shown_pages = generation.sequence().len() / self.steps.limits().kv.page_size;
         let slot = self.steps.admit(generation);
         request.place = Place::Running(slot);
@@ -520,7 +664,9 @@ impl Worker {
     /// had to give way.
     fn find_pages(&mut self, id: RequestId, mut rows: usize) -> Result<Option<usize>> {
         loop {
-            let Some(slot) = self.slot(id) else { return Ok(None) };
+            let Some(slot) = self.slot(id) else {
+                return Ok(None);
+            };
             let (needed, free) = match self.steps.reserve(slot, rows) {
                 Ok(()) => return Ok(Some(rows)),
                 Err(Error::OutOfPages { needed, free }) => (needed, free),
@@ -545,10 +691,14 @@ impl Worker {
     }
 
     fn preempt(&mut self, id: RequestId) -> Result<()> {
-        let slot = self.slot(id).ok_or_else(|| Error::Bug("who waits cannot give way".to_owned()))?;
+        let slot = self
+            .slot(id)
+            .ok_or_else(|| Error::Bug("who waits cannot give way".to_owned()))?;
         self.slots.remove(&slot);
-        let mut generation =
-            self.steps.remove(slot).ok_or_else(|| Error::Bug("a running request has no generation".to_owned()))?;
+        let mut generation = self
+            .steps
+            .remove(slot)
+            .ok_or_else(|| Error::Bug("a running request has no generation".to_owned()))?;
         generation.preempt();
         self.scheduler.preempt(id);
         count(&self.shared.metrics.preemptions);
@@ -561,8 +711,17 @@ impl Worker {
     /// Shows the prefix cache the pages that have become full.
     fn remember(&mut self, id: RequestId) {
         let page_size = self.steps.limits().kv.page_size;
-        let Some(Active { place: Place::Running(slot), shown_pages, .. }) = self.requests.get_mut(&id) else { return };
-        let Some(generation) = self.steps.get(*slot) else { return };
+        let Some(Active {
+            place: Place::Running(slot),
+            shown_pages,
+            ..
+        }) = self.requests.get_mut(&id)
+        else {
+            return;
+        };
+        let Some(generation) = self.steps.get(*slot) else {
+            return;
+        };
         let sequence = generation.sequence();
         let full = sequence.len() / page_size;
         // A sequence that has let its beginning go has nothing that another could begin with.
@@ -574,9 +733,15 @@ impl Worker {
 
     /// Tells a request its new tokens, and ends it if they end it.
     fn deliver(&mut self, id: RequestId, tokens: Vec<Sampled>, finish: Option<FinishReason>) {
-        let Some(request) = self.requests.get_mut(&id) else { return };
-        let Place::Running(slot) = request.place else { return };
-        let Some(generation) = self.steps.get(slot) else { return };
+        let Some(request) = self.requests.get_mut(&id) else {
+            return;
+        };
+        let Place::Running(slot) = request.place else {
+            return;
+        };
+        let Some(generation) = self.steps.get(slot) else {
+            return;
+        };
         if tokens.is_empty() {
             return;
         }
@@ -595,15 +760,23 @@ impl Worker {
             }
         }
         if let Some(constraint) = &mut request.constraint {
-            let accepted = tokens.iter().filter(|token| !ends(token)).try_for_each(|token| {
-                guarded(|| constraint.accept(token.token))
-            });
+            let accepted = tokens
+                .iter()
+                .filter(|token| !ends(token))
+                .try_for_each(|token| guarded(|| constraint.accept(token.token)));
             if let Err(error) = accepted {
                 return self.end(id, Ended::Failed(error));
             }
         }
-        let listens = request.listener.tell(Event::Tokens { text: shown, tokens });
-        if let Some(reason) = if stopped { Some(FinishReason::Stop) } else { finish } {
+        let listens = request.listener.tell(Event::Tokens {
+            text: shown,
+            tokens,
+        });
+        if let Some(reason) = if stopped {
+            Some(FinishReason::Stop)
+        } else {
+            finish
+        } {
             self.finish(id, reason);
         } else if !listens {
             self.end(id, Ended::Cancelled);
@@ -614,8 +787,13 @@ impl Worker {
 
     /// Asks the grammar what may come next.
     fn constrain(&mut self, id: RequestId) {
-        let Some(request) = self.requests.get_mut(&id) else { return };
-        let (Some(constraint), Place::Running(slot)) = (&mut request.constraint, &request.place) else { return };
+        let Some(request) = self.requests.get_mut(&id) else {
+            return;
+        };
+        let (Some(constraint), Place::Running(slot)) = (&mut request.constraint, &request.place)
+        else {
+            return;
+        };
         match guarded(|| constraint.mask()) {
             Ok(Some(mask)) => {
                 if let Some(generation) = self.steps.get_mut(*slot) {
@@ -628,9 +806,15 @@ impl Worker {
     }
 
     fn finish(&mut self, id: RequestId, reason: FinishReason) {
-        let Some(request) = self.requests.get_mut(&id) else { return };
-        let Place::Running(slot) = request.place else { return };
-        let Some(generation) = self.steps.get(slot) else { return };
+        let Some(request) = self.requests.get_mut(&id) else {
+            return;
+        };
+        let Place::Running(slot) = request.place else {
+            return;
+        };
+        let Some(generation) = self.steps.get(slot) else {
+            return;
+        };
         let mut rest = String::new();
         if let Some(text) = &mut request.text {
             let piece = text.stops.push(&text.stream.finish());
@@ -653,7 +837,9 @@ impl Worker {
 
     /// A request is over: its pages go back, and it is told.
     fn end(&mut self, id: RequestId, ended: Ended) {
-        let Some(request) = self.requests.remove(&id) else { return };
+        let Some(request) = self.requests.remove(&id) else {
+            return;
+        };
         if let Place::Running(slot) = request.place {
             self.slots.remove(&slot);
             self.steps.remove(slot);
@@ -664,8 +850,14 @@ impl Worker {
             metrics.waiting.fetch_sub(1, Relaxed);
         }
         count(match &ended {
-            Ended::Finished(Finished { reason: FinishReason::Stop, .. }) => &metrics.finished_stop,
-            Ended::Finished(Finished { reason: FinishReason::Length, .. }) => &metrics.finished_length,
+            Ended::Finished(Finished {
+                reason: FinishReason::Stop,
+                ..
+            }) => &metrics.finished_stop,
+            Ended::Finished(Finished {
+                reason: FinishReason::Length,
+                ..
+            }) => &metrics.finished_length,
             Ended::Cancelled => &metrics.cancelled,
             Ended::Failed(_) => &metrics.failed,
         });
@@ -691,7 +883,9 @@ impl Worker {
         }
         let mut told = Some(error);
         for id in self.scheduler.running().collect::<Vec<_>>() {
-            let error = told.take().unwrap_or_else(|| Error::Device(format!("a step with it failed: {message}")));
+            let error = told
+                .take()
+                .unwrap_or_else(|| Error::Device(format!("a step with it failed: {message}")));
             self.end(id, Ended::Failed(error));
         }
         // What the failed step wrote is not known: nothing of it may be found again.
@@ -718,7 +912,10 @@ impl Worker {
         let cached = self.cache.held_alone();
         set(&metrics.running, self.scheduler.running().len());
         set(&metrics.pages_cached, cached);
-        set(&metrics.pages_in_use, self.steps.pool().total() - self.steps.pool().free() - cached);
+        set(
+            &metrics.pages_in_use,
+            self.steps.pool().total() - self.steps.pool().free() - cached,
+        );
     }
 }
 
@@ -736,11 +933,16 @@ fn no_options() -> GenerationOptions {
 
 /// A grammar's panic as an error: it is the request's, not the engine's.
 fn guarded<T>(call: impl FnOnce() -> Result<T>) -> Result<T> {
-    catch_unwind(AssertUnwindSafe(call))
-        .unwrap_or_else(|panic| Err(Error::Bug(format!("the grammar panicked: {}", panic_text(panic.as_ref())))))
+    catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|panic| {
+        Err(Error::Bug(format!(
+            "the grammar panicked: {}",
+            panic_text(panic.as_ref())
+        )))
+    })
 }
 
 fn panic_text(panic: &(dyn Any + Send)) -> &str {
     let text = panic.downcast_ref::<String>().map(String::as_str);
-    text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("without a word")
+    text.or_else(|| panic.downcast_ref::<&str>().copied())
+        .unwrap_or("without a word")
 }

@@ -70,18 +70,22 @@ pub struct Generation {
 impl Generation {
     /// Continues `prompt` after what `sequence` has cached of it; whatever else it holds is dropped. At least
     /// the last token of the prompt is run. `max_length` is the longest sequence the model can process.
-    pub fn new(mut sequence: Sequence, prompt: &[u32], options: GenerationOptions, max_length: usize) -> Result<Self> {
-        if prompt.is_empty() {
-            return Err(Error::usage("the prompt is empty: there is nothing to continue"));
-        }
-        if prompt.len() >= max_length {
-            return Err(Error::ContextFull { needed: prompt.len() + 1, limit: max_length });
-        }
-        options.sampling.validate()?;
+    pub fn new(
+        mut sequence: Sequence,
+        prompt: &[u32],
+        options: GenerationOptions,
+        max_length: usize,
+    ) -> Result<Self> {
+        Self::check(prompt, &options, max_length)?;
         let prefix = sequence.common_prefix(prompt).min(prompt.len() - 1);
         let cached_tokens = sequence.truncate(prefix);
-        let limit = options.max_tokens.map_or(max_length, |most| max_length.min(prompt.len().saturating_add(most)));
-        let counts = options.sampling.has_penalties().then(|| Arc::new(TokenCounts::new(prompt)));
+        let limit = options.max_tokens.map_or(max_length, |most| {
+            max_length.min(prompt.len().saturating_add(most))
+        });
+        let counts = options
+            .sampling
+            .has_penalties()
+            .then(|| Arc::new(TokenCounts::new(prompt)));
         Ok(Generation {
             sequence,
             tokens: prompt.to_vec(),
@@ -93,10 +97,31 @@ impl Generation {
             epoch: 0,
             counts,
             mask: None,
-            finish: if limit == prompt.len() { Some(FinishReason::Length) } else { None },
+            finish: if limit == prompt.len() {
+                Some(FinishReason::Length)
+            } else {
+                None
+            },
             options,
             limit,
         })
+    }
+
+    /// Refuses what [`Generation::new`] would refuse: an empty prompt, one that fills `max_length`, and sampling
+    /// parameters out of range.
+    pub fn check(prompt: &[u32], options: &GenerationOptions, max_length: usize) -> Result<()> {
+        if prompt.is_empty() {
+            return Err(Error::usage(
+                "the prompt is empty: there is nothing to continue",
+            ));
+        }
+        if prompt.len() >= max_length {
+            return Err(Error::ContextFull {
+                needed: prompt.len() + 1,
+                limit: max_length,
+            });
+        }
+        options.sampling.validate()
     }
 
     /// The generated tokens, an end token included.
@@ -124,9 +149,15 @@ impl Generation {
         self.finish
     }
 
-    /// Ends it from outside: a stop string was reached, or nobody listens any more.
-    pub fn end(&mut self, reason: FinishReason) {
-        self.finish.get_or_insert(reason);
+    /// Ends it from outside after its first `generated` tokens: a stop string was reached, or nobody listens
+    /// any more. Later ones, which came in the same step, are dropped, and so is what is cached of them.
+    pub fn end_after(&mut self, generated: usize, reason: FinishReason) {
+        let len = self.prompt_tokens + generated;
+        if len < self.tokens.len() {
+            self.tokens.truncate(len);
+            self.sequence.truncate(len - usize::from(generated > 0));
+        }
+        self.finish = Some(reason);
     }
 
     /// Whether the whole prompt has been launched.
@@ -170,8 +201,13 @@ impl Generation {
         &self.sequence
     }
 
-    /// Takes the sequence, which holds the prompt and every generated token but the last.
-    pub fn into_sequence(self) -> Sequence {
+    /// Takes the sequence, which holds the prompt and every generated token but the last (if it has ended by
+    /// itself or by [`Generation::end_after`]; else what has been committed).
+    pub fn into_sequence(mut self) -> Sequence {
+        // A page that was to be copied, and will not be, has nothing in it.
+        if let Some(position) = self.copies.iter().map(PageCopy::first_position).min() {
+            self.sequence.truncate(position);
+        }
         self.sequence
     }
 
@@ -188,6 +224,18 @@ impl Generation {
         let successor = self.launched + 1;
         let depends = self.counts.is_some() || self.mask.is_some();
         usize::from(self.awaits && !depends && successor < self.limit)
+    }
+
+    /// Whether drafts can be verified behind its next row: that is its last token, and it is known.
+    pub fn takes_drafts(&self) -> bool {
+        self.finish.is_none() && self.launched + 1 == self.tokens.len()
+    }
+
+    /// Those of `drafts` that can become part of the answer: the token after them is one more.
+    pub(super) fn useful<'a>(&self, drafts: &'a [u32]) -> &'a [u32] {
+        &drafts[..drafts
+            .len()
+            .min(self.limit.saturating_sub(self.tokens.len() + 1))]
     }
 
     /// Whether the next row is the token that a step in flight will bring.

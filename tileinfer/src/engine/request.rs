@@ -133,14 +133,19 @@ pub(super) struct Listener {
 
 impl Listener {
     pub(super) fn new(on_event: OnEvent) -> Self {
-        Listener { on_event: Some(on_event) }
+        Listener {
+            on_event: Some(on_event),
+        }
     }
 
     /// Whether somebody listens.
     pub(super) fn tell(&mut self, event: Event) -> bool {
         let on_event = &mut self.on_event;
         // A listener that panics has lost its request, not the engine.
-        catch_unwind(AssertUnwindSafe(move || on_event.as_mut().is_some_and(|on_event| on_event(event)))).unwrap_or(false)
+        catch_unwind(AssertUnwindSafe(move || {
+            on_event.as_mut().is_some_and(|on_event| on_event(event))
+        }))
+        .unwrap_or(false)
     }
 
     pub(super) fn end(mut self, ended: Ended) {
@@ -156,6 +161,8 @@ impl Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        self.say(Ended::Failed(Error::Device("the engine has stopped".to_owned())));
+        self.say(Ended::Failed(Error::Device(
+            "the engine has stopped".to_owned(),
+        )));
     }
 }

@@ -46,7 +46,11 @@ impl Scheduler {
     /// Empty queues.
     pub fn new(budget: Budget) -> Self {
         let running = budget.running.clamp(1, budget.rows.max(1));
-        Scheduler { budget: Budget { running, ..budget }, waiting: VecDeque::new(), running: BTreeSet::new() }
+        Scheduler {
+            budget: Budget { running, ..budget },
+            waiting: VecDeque::new(),
+            running: BTreeSet::new(),
+        }
     }
 
     /// Requests that wait, in the order in which they will start.
@@ -73,7 +77,10 @@ impl Scheduler {
 
     /// Who may start next, if there is a place.
     pub fn candidate(&self) -> Option<RequestId> {
-        self.waiting.front().copied().filter(|_| self.running.len() < self.budget.running)
+        self.waiting
+            .front()
+            .copied()
+            .filter(|_| self.running.len() < self.budget.running)
     }
 
     /// Starts the [`Scheduler::candidate`].
@@ -84,7 +91,10 @@ impl Scheduler {
     /// Who has to give up pages for `id`: the youngest, if it is younger; else none, and `id` itself has to
     /// unless it runs alone.
     pub fn victim(&self, id: RequestId) -> Option<RequestId> {
-        self.running.last().copied().filter(|&youngest| youngest > id)
+        self.running
+            .last()
+            .copied()
+            .filter(|&youngest| youngest > id)
     }
 
     /// A running request gave up its pages and waits again.
@@ -113,7 +123,11 @@ impl Scheduler {
         }
         let mut taken = vec![0; prompts.len()];
         for (i, prompt) in prompts.iter().enumerate() {
-            let most = if i + 1 == prompts.len() { left } else { left.div_ceil(2) };
+            let most = if i + 1 == prompts.len() {
+                left
+            } else {
+                left.div_ceil(2)
+            };
             taken[i] = prompt.rows.min(most);
             left -= taken[i];
         }
@@ -122,7 +136,10 @@ impl Scheduler {
             *taken += more;
             left -= more;
         }
-        shares.extend(prompts.iter().zip(taken).map(|(prompt, rows)| Share { id: prompt.id, rows }));
+        shares.extend(prompts.iter().zip(taken).map(|(prompt, rows)| Share {
+            id: prompt.id,
+            rows,
+        }));
         shares.retain(|share| share.rows > 0);
         shares.sort_unstable_by_key(|share| share.id);
         shares
@@ -139,7 +156,11 @@ mod tests {
     }
 
     fn scheduler(running: usize, rows: usize, beside: usize, arrivals: u64) -> Scheduler {
-        let mut scheduler = Scheduler::new(Budget { running, rows, prefill_beside_decode: beside });
+        let mut scheduler = Scheduler::new(Budget {
+            running,
+            rows,
+            prefill_beside_decode: beside,
+        });
         (0..arrivals).for_each(|id| scheduler.arrive(RequestId(id)));
         while scheduler.candidate().is_some() {
             scheduler.start();
@@ -156,8 +177,15 @@ mod tests {
     fn decode_rows_come_first_and_prompts_share_the_rest() {
         let four = scheduler(8, 16, 16, 4);
         assert_eq!(plan(&four, &[100, 1, 0, 1]), [(0, 14), (1, 1), (3, 1)]);
-        assert_eq!(plan(&four, &[100, 100, 100, 1]), [(0, 8), (1, 4), (2, 3), (3, 1)]);
-        assert_eq!(plan(&four, &[100, 2, 2, 1]), [(0, 11), (1, 2), (2, 2), (3, 1)], "what the short leave, the oldest gets");
+        assert_eq!(
+            plan(&four, &[100, 100, 100, 1]),
+            [(0, 8), (1, 4), (2, 3), (3, 1)]
+        );
+        assert_eq!(
+            plan(&four, &[100, 2, 2, 1]),
+            [(0, 11), (1, 2), (2, 2), (3, 1)],
+            "what the short leave, the oldest gets"
+        );
         assert_eq!(plan(&four, &[5, 5, 5, 5]), [(0, 5), (1, 5), (2, 3), (3, 3)]);
         assert!(plan(&four, &[0; 4]).is_empty());
     }
@@ -174,7 +202,11 @@ mod tests {
         let many = scheduler(100, 4, 4, 9);
         assert_eq!(many.running().collect::<Vec<_>>(), ids(&[0, 1, 2, 3]));
         assert_eq!(many.candidate(), None);
-        assert_eq!(plan(&many, &[1, 1, 1, 50]), [(0, 1), (1, 1), (2, 1), (3, 1)], "a prompt advances beside decoders");
+        assert_eq!(
+            plan(&many, &[1, 1, 1, 50]),
+            [(0, 1), (1, 1), (2, 1), (3, 1)],
+            "a prompt advances beside decoders"
+        );
     }
 
     #[test]
@@ -185,11 +217,21 @@ mod tests {
         scheduler.preempt(RequestId(2));
         assert_eq!(scheduler.waiting().collect::<Vec<_>>(), ids(&[2, 3, 4]));
         scheduler.preempt(RequestId(4));
-        assert_eq!(scheduler.waiting().len(), 3, "one that waits cannot give way");
+        assert_eq!(
+            scheduler.waiting().len(),
+            3,
+            "one that waits cannot give way"
+        );
         assert_eq!(scheduler.candidate(), Some(RequestId(2)));
         scheduler.leave(RequestId(3));
         scheduler.leave(RequestId(0));
-        assert_eq!(scheduler.waiting().chain(scheduler.running()).collect::<Vec<_>>(), ids(&[2, 4, 1]));
+        assert_eq!(
+            scheduler
+                .waiting()
+                .chain(scheduler.running())
+                .collect::<Vec<_>>(),
+            ids(&[2, 4, 1])
+        );
     }
 
     /// Random arrivals, lengths, cancels and budgets over a made-up pool of pages: budgets are kept, every
@@ -198,11 +240,17 @@ mod tests {
     fn random_traffic_keeps_the_promises() {
         let mut state = 3u64;
         let mut random = move |n: usize| {
-            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            state = state
+                .wrapping_mul(6364136223846793005)
+                .wrapping_add(1442695040888963407);
             (state >> 33) as usize % n
         };
         for _ in 0..300 {
-            let budget = Budget { running: 1 + random(6), rows: 1 + random(24), prefill_beside_decode: random(12) };
+            let budget = Budget {
+                running: 1 + random(6),
+                rows: 1 + random(24),
+                prefill_beside_decode: random(12),
+            };
             let mut scheduler = Scheduler::new(budget);
             let total_pages = 4 + random(20);
             // Rows still to run before the first token, tokens still to come, and pages (one a row) held.
@@ -227,16 +275,28 @@ mod tests {
                 }
                 let plan = scheduler.plan(|id| requests[&id].0);
                 assert!(plan.iter().map(|share| share.rows).sum::<usize>() <= budget.rows);
-                assert_eq!(plan.first().map(|share| share.id), scheduler.running().next(), "the oldest advances");
+                assert_eq!(
+                    plan.first().map(|share| share.id),
+                    scheduler.running().next(),
+                    "the oldest advances"
+                );
                 let decoding = scheduler.running().filter(|id| requests[id].0 == 1).count();
-                assert_eq!(plan.iter().filter(|share| requests[&share.id].0 == 1).count(), decoding, "who decodes too");
+                assert_eq!(
+                    plan.iter()
+                        .filter(|share| requests[&share.id].0 == 1)
+                        .count(),
+                    decoding,
+                    "who decodes too"
+                );
                 assert!(plan.len() <= budget.running && plan.is_sorted_by_key(|share| share.id));
                 let oldest = plan.first().copied();
                 for share in plan {
                     if !scheduler.running.contains(&share.id) {
                         continue;
                     }
-                    let held = |requests: &HashMap<_, (usize, usize, usize)>| requests.values().map(|r| r.2).sum::<usize>();
+                    let held = |requests: &HashMap<_, (usize, usize, usize)>| {
+                        requests.values().map(|r| r.2).sum::<usize>()
+                    };
                     while held(&requests) + share.rows > total_pages {
                         let victim = scheduler.victim(share.id).unwrap_or(share.id);
                         scheduler.preempt(victim);
@@ -265,7 +325,10 @@ mod tests {
                 steps += 1;
                 assert!(steps < 30 * (2 * total_pages + 60), "somebody starves");
             }
-            assert_eq!((scheduler.waiting().len(), scheduler.running().len()), (0, 0));
+            assert_eq!(
+                (scheduler.waiting().len(), scheduler.running().len()),
+                (0, 0)
+            );
         }
     }
 }

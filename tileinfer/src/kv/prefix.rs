@@ -37,7 +37,13 @@ impl PrefixCache {
     /// An empty cache of pages that hold `page_size` positions each.
     pub fn new(page_size: usize) -> Self {
         let (entries, next, leaves) = (HashMap::new(), HashMap::new(), BTreeMap::new());
-        PrefixCache { page_size, entries, next, leaves, count: ROOT }
+        PrefixCache {
+            page_size,
+            entries,
+            next,
+            leaves,
+            count: ROOT,
+        }
     }
 
     /// Pages it holds.
@@ -52,7 +58,10 @@ impl PrefixCache {
 
     /// Pages that it holds alone.
     pub fn held_alone(&self) -> usize {
-        self.entries.values().filter(|entry| !entry.page.is_shared()).count()
+        self.entries
+            .values()
+            .filter(|entry| !entry.page.is_shared())
+            .count()
     }
 
     /// The pages that hold the longest beginning of `tokens` known here.
@@ -60,7 +69,9 @@ impl PrefixCache {
         let mut pages = Vec::new();
         let mut parent = ROOT;
         for page_tokens in tokens.chunks_exact(self.page_size) {
-            let Some(&id) = self.next.get(&(parent, page_tokens.into())) else { break };
+            let Some(&id) = self.next.get(&(parent, page_tokens.into())) else {
+                break;
+            };
             self.touch(id);
             pages.extend(self.entries.get(&id).map(|entry| entry.page.clone()));
             parent = id;
@@ -88,7 +99,11 @@ impl PrefixCache {
         let mut evicted = 0;
         while evicted < count {
             let mut oldest = self.leaves.values().copied();
-            let alone = oldest.find(|id| self.entries.get(id).is_some_and(|entry| !entry.page.is_shared()));
+            let alone = oldest.find(|id| {
+                self.entries
+                    .get(id)
+                    .is_some_and(|entry| !entry.page.is_shared())
+            });
             let Some(id) = alone else { break };
             self.remove(id);
             evicted += 1;
@@ -110,7 +125,16 @@ impl PrefixCache {
             parent.children += 1;
             self.leaves.remove(&parent.used);
         }
-        self.entries.insert(id, Entry { parent, tokens, page, children: 0, used: id });
+        self.entries.insert(
+            id,
+            Entry {
+                parent,
+                tokens,
+                page,
+                children: 0,
+                used: id,
+            },
+        );
         self.leaves.insert(id, id);
         self.next.insert(key, id);
         id
@@ -128,7 +152,9 @@ impl PrefixCache {
     }
 
     fn remove(&mut self, id: u64) {
-        let Some(entry) = self.entries.remove(&id) else { return };
+        let Some(entry) = self.entries.remove(&id) else {
+            return;
+        };
         self.leaves.remove(&entry.used);
         self.next.remove(&(entry.parent, entry.tokens));
         if let Some(parent) = self.entries.get_mut(&entry.parent) {
@@ -171,7 +197,10 @@ mod tests {
         assert_eq!(ids(&cache.find(&[1, 2, 3, 4, 5, 6])), [0, 1]);
         assert_eq!(ids(&cache.find(&[1, 2, 3])), [0]);
         assert_eq!(ids(&cache.find(&[1, 2, 9, 4])), [0]);
-        assert!(cache.find(&[3, 4]).is_empty(), "the same tokens elsewhere in a text are another page");
+        assert!(
+            cache.find(&[3, 4]).is_empty(),
+            "the same tokens elsewhere in a text are another page"
+        );
         assert!(cache.find(&[1]).is_empty() && cache.find(&[]).is_empty());
         drop(one);
         assert_eq!((pool.free(), cache.held_alone()), (6, 2));
@@ -181,7 +210,10 @@ mod tests {
     fn a_second_copy_of_a_page_is_not_taken() {
         let pool = PagePool::new(8);
         let mut cache = PrefixCache::new(2);
-        let (one, two) = (sequence(&pool, &[1, 2, 3, 4]), sequence(&pool, &[1, 2, 7, 7]));
+        let (one, two) = (
+            sequence(&pool, &[1, 2, 3, 4]),
+            sequence(&pool, &[1, 2, 7, 7]),
+        );
         cache.insert(one.tokens(), one.pages());
         cache.insert(two.tokens(), two.pages());
         assert_eq!(ids(&cache.find(&[1, 2, 7, 7])), [0, 3]);
@@ -201,7 +233,11 @@ mod tests {
         cache.find(&[1, 2, 3, 4]);
         assert_eq!(cache.evict(1), 1);
         assert!(cache.find(&[1, 2, 5, 6]).len() == 1 && cache.find(&[1, 2, 3, 4]).len() == 2);
-        assert_eq!(cache.evict(9), 2, "what follows goes before what it follows, what is held stays");
+        assert_eq!(
+            cache.evict(9),
+            2,
+            "what follows goes before what it follows, what is held stays"
+        );
         assert_eq!((cache.len(), cache.held_alone()), (2, 0));
         drop(held);
         cache.clear();
@@ -219,7 +255,9 @@ mod tests {
         let mut live: Vec<Sequence> = Vec::new();
         let mut state = 7u64;
         let mut random = move |n: usize| {
-            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            state = state
+                .wrapping_mul(6364136223846793005)
+                .wrapping_add(1442695040888963407);
             (state >> 33) as usize % n
         };
         for _ in 0..100_000 {
@@ -234,7 +272,11 @@ mod tests {
                 _ => {
                     let pages = cache.find(&tokens);
                     for (i, page) in pages.iter().enumerate() {
-                        assert_eq!(contents[page.id() as usize], tokens[..2 * i + 2], "all that a page can see");
+                        assert_eq!(
+                            contents[page.id() as usize],
+                            tokens[..2 * i + 2],
+                            "all that a page can see"
+                        );
                     }
                     let known = tokens[..2 * pages.len()].to_vec();
                     let mut sequence = Sequence::from_prefix(&pool, 2, pages, known).unwrap();
@@ -242,19 +284,30 @@ mod tests {
                     if sequence.reserve(start, tokens.len()).is_ok() {
                         sequence.append(&tokens[start..]).unwrap();
                         for (i, page) in sequence.pages().iter().enumerate().skip(start / 2) {
-                            contents[page.id() as usize] = tokens[..tokens.len().min(2 * i + 2)].to_vec();
+                            contents[page.id() as usize] =
+                                tokens[..tokens.len().min(2 * i + 2)].to_vec();
                         }
                         cache.insert(sequence.tokens(), sequence.pages());
                         live.push(sequence);
                     }
                 }
             }
-            let mut held: Vec<u32> = live.iter().flat_map(|sequence| sequence.table().pages).collect();
+            let mut held: Vec<u32> = live
+                .iter()
+                .flat_map(|sequence| sequence.table().pages)
+                .collect();
             held.extend(cache.entries.values().map(|entry| entry.page.id()));
             held.sort_unstable();
             held.dedup();
             assert_eq!(held.len() + pool.free(), pool.total());
-            assert_eq!(cache.leaves.len(), cache.entries.values().filter(|entry| entry.children == 0).count());
+            assert_eq!(
+                cache.leaves.len(),
+                cache
+                    .entries
+                    .values()
+                    .filter(|entry| entry.children == 0)
+                    .count()
+            );
         }
     }
 }

@@ -3,7 +3,12 @@
 mod conformance;
 mod golden;
 mod numbers;
+mod same_text;
 
 pub use conformance::conformance;
-pub use golden::{GOLDEN_MODELS, GoldenReport, golden_model, golden_models, greedy, load, span, tokens};
+pub use golden::{
+    GOLDEN_MODELS, GoldenReport, golden_model, golden_models, golden_smollm2, greedy, load, span,
+    tokens,
+};
 pub use numbers::{Numbers, assert_close, weight};
+pub use same_text::{SAME_TEXT_MODELS, same_text, same_text_model};
