@@ -1,8 +1,9 @@
 //! The engine over a runner whose text betrays every wrong page: a crowd answers as each alone does, and all
 //! pages come back.
 
-mod common;
-
+use std::fs::File;
+use std::io::BufReader;
+use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
@@ -638,8 +639,13 @@ fn a_grammar_is_followed_and_ends_the_answer() {
 
 #[test]
 fn texts_end_at_stop_strings_and_hide_end_tokens() {
-    let dir = common::model_dir("smollm2").unwrap();
-    let tokenizer = Tokenizer::from_dir(&dir).unwrap();
+    let packed = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../testdata/tokenizers/smollm2/tokenizer.json.xz"
+    );
+    let mut plain = Vec::new();
+    lzma_rs::xz_decompress(&mut BufReader::new(File::open(packed).unwrap()), &mut plain).unwrap();
+    let tokenizer = Tokenizer::from_bytes(Path::new(packed), &plain).unwrap();
     let vocabulary = tokenizer.vocab_size();
     let fake = FakeOptions {
         vocabulary,

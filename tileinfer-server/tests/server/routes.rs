@@ -1,12 +1,10 @@
 //! Every route over a fake runner, through a plain HTTP client on loopback.
 
-mod common;
-
 use std::io::{BufReader, Read, Write};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
-use common::{Live, Setup, agent, live, read_stream, until};
+use crate::common::{Live, Setup, agent, live, read_stream, until};
 use serde_json::{Value, json};
 use tileinfer::engine::EngineOptions;
 use tileinfer::runner::FakeOptions;
@@ -516,7 +514,7 @@ fn parameters_reach_the_sampler() {
         ),
         (&json!("stop"), &json!(1))
     );
-    let end = common::stop_ids(&live.tokenizer)[0].to_string();
+    let end = crate::common::stop_ids(&live.tokenizer)[0].to_string();
     let ended = live.ok(CHAT, &hello(json!({"logit_bias": {&end: 100}})));
     assert_eq!(
         (
@@ -752,7 +750,7 @@ fn a_slow_reader_stalls_nobody() {
 #[test]
 fn a_server_says_that_it_is_loading_dead_or_leaving() {
     let server = Server::new(ServeOptions::default());
-    let (address, stop, ended) = common::start(server.clone());
+    let (address, stop, ended) = crate::common::start(server.clone());
     let status = |path: &str| {
         agent()
             .get(format!("http://{address}{path}"))
@@ -769,7 +767,7 @@ fn a_server_says_that_it_is_loading_dead_or_leaving() {
     );
     assert_eq!(status("/v1/models").headers()["retry-after"], "1");
     assert_eq!(status("/metrics").status(), 200);
-    let model = common::model(&Setup::default());
+    let model = crate::common::model(&Setup::default());
     let engine = model.engine.clone();
     server.load(model);
     assert_eq!(status("/health").status(), 200);
@@ -796,7 +794,7 @@ fn shutting_down_lets_answers_end_until_the_deadline() {
     // Too little: it is cut, and the server goes all the same.
     let mut setup = slow(4);
     setup.options.grace = Duration::from_millis(50);
-    let mut live = common::live(&setup);
+    let mut live = crate::common::live(&setup);
     let _connection = send_raw(&live, &hello(json!({"max_tokens": 4000, "stream": true})));
     until(|| live.engine.metrics().snapshot().running == 1);
     let start = Instant::now();

@@ -1,7 +1,5 @@
 //! A server on a free port over a fake runner, and a plain client for it.
 
-#![allow(dead_code, reason = "each test binary uses its own part")]
-
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;

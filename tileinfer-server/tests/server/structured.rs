@@ -1,9 +1,7 @@
 //! Structured output, tools and reasoning, through a plain HTTP client: forms are enforced on a runner that
 //! would say anything, styles are read from scripts.
 
-mod common;
-
-use common::{Live, Setup, live};
+use crate::common::{Live, Setup, live};
 use serde_json::{Value, json};
 
 const CHAT: &str = "/v1/chat/completions";
