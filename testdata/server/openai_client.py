@@ -70,7 +70,7 @@ def streaming():
     with client.chat.completions.stream(model=MODEL, messages=HELLO, max_tokens=16, seed=1) as stream:
         for _ in stream:
             pass
-        assert stream.get_final_completion().choices[0].message.content == whole
+        assert stream.current_completion_snapshot.choices[0].message.content == whole
 
 
 def choices():

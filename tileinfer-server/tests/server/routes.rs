@@ -503,8 +503,17 @@ fn parameters_reach_the_sampler() {
         text(json!({"logit_bias": {forced[0].to_string(): 9}, "repetition_penalty": 100})),
         yes
     );
-    assert_eq!(text(json!({"temperature": 2.0, "top_k": 1})), plain);
-    assert_eq!(text(json!({"temperature": 2.0, "min_p": 1.0})), plain);
+    // Clearly the best of all, and of only a small share of the probability.
+    let best = json!({forced[0].to_string(): 9});
+    for (name, value) in [
+        ("top_k", json!(1)),
+        ("min_p", json!(1.0)),
+        ("top_p", json!(1e-6)),
+    ] {
+        let filtered = text(json!({"temperature": 2.0, "logit_bias": best, name: value}));
+        assert_eq!(filtered, yes, "{name}");
+    }
+    assert_ne!(text(json!({"temperature": 2.0, "logit_bias": best})), yes);
     assert_ne!(text(json!({"temperature": 2.0})), plain);
     let stop = live.ok(CHAT, &hello(json!({"stop_token_ids": [first]})));
     assert_eq!(
