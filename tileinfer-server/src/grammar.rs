@@ -107,13 +107,13 @@ impl Grammars {
             Form::Json(schema) => format!("start: {blanks}%json {}\n", compact(schema)),
             Form::Calls { style, tools, most } => {
                 let call = |name: &str, schema: &Value| match style {
-                    ToolStyle::Apertus => object(json!({name: schema}), &[name]),
+                    ToolStyle::Apertus => object(&json!({name: schema}), &[name]),
                     ToolStyle::Llama => object(
-                        json!({"name": {"const": name}, "parameters": schema}),
+                        &json!({"name": {"const": name}, "parameters": schema}),
                         &["name", "parameters"],
                     ),
                     _ => object(
-                        json!({"name": {"const": name}, "arguments": schema}),
+                        &json!({"name": {"const": name}, "arguments": schema}),
                         &["name", "arguments"],
                     ),
                 };
@@ -161,7 +161,7 @@ impl Grammars {
     }
 }
 
-fn object(properties: Value, required: &[&str]) -> Value {
+fn object(properties: &Value, required: &[&str]) -> Value {
     json!({"type": "object", "properties": properties, "required": required, "additionalProperties": false})
 }
 

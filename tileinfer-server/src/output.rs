@@ -478,7 +478,7 @@ mod tests {
         let qwen = style(true, ToolStyle::Hermes);
         let one = "<tool_call>\n{\"name\": \"f\", \"arguments\": {\"x\": \"</b>\", \"n\": 1.0}}\n</tool_call>";
         let read = call("f", "{\"x\":\"</b>\",\"n\":1.0}");
-        assert_eq!(pieces(qwen, true, false, one), [read.clone()]);
+        assert_eq!(pieces(qwen, true, false, one), std::slice::from_ref(&read));
         let two = format!("<think>\nhm\n</think>\n\nI will.\n\n{one}\n{one}\nDone");
         assert_eq!(
             pieces(qwen, true, false, &two),
@@ -492,7 +492,7 @@ mod tests {
         );
         assert_eq!(
             pieces(qwen, true, false, &one[..one.len() - 12]),
-            [read.clone()],
+            std::slice::from_ref(&read),
             "the end may be missing"
         );
         assert_eq!(
@@ -523,7 +523,10 @@ mod tests {
         let llama = style(false, ToolStyle::Llama);
         let text = "{\"name\": \"get\", \"parameters\": {\"city\": \"Bern\"}}";
         let read = call("get", "{\"city\":\"Bern\"}");
-        assert_eq!(pieces(llama, true, false, text), [read.clone()]);
+        assert_eq!(
+            pieces(llama, true, false, text),
+            std::slice::from_ref(&read)
+        );
         assert_eq!(
             pieces(llama, true, false, &format!("<|python_tag|>{text}; {text}")),
             [read.clone(), read]

@@ -13,7 +13,7 @@ use tileinfer_server::{ServeOptions, Server};
 const CHAT: &str = "/v1/chat/completions";
 const TEXT: &str = "/v1/completions";
 
-fn hello(more: Value) -> Value {
+fn hello(more: &Value) -> Value {
     let mut body = json!({
         "model": "test/model",
         "messages": [{"role": "user", "content": "Hello, who are you?"}],
@@ -82,7 +82,7 @@ fn small_services() {
 #[test]
 fn an_answer_and_its_stream_are_the_same() {
     let live = live(&Setup::default());
-    let whole = live.ok(CHAT, &hello(json!({})));
+    let whole = live.ok(CHAT, &hello(&json!({})));
     assert_eq!(whole["object"], "chat.completion");
     assert!(
         whole["id"].as_str().unwrap().starts_with("chatcmpl-")
@@ -108,7 +108,7 @@ fn an_answer_and_its_stream_are_the_same() {
         Some(usage["prompt_tokens"].as_u64().unwrap() + 12)
     );
 
-    let (chunks, _) = live.stream(CHAT, &hello(json!({"stream": true})));
+    let (chunks, _) = live.stream(CHAT, &hello(&json!({"stream": true})));
     assert_eq!(
         chunks[0]["choices"][0]["delta"],
         json!({"role": "assistant", "content": ""})
@@ -126,7 +126,7 @@ fn an_answer_and_its_stream_are_the_same() {
     assert_eq!(last["choices"][0]["finish_reason"], "length");
 
     let options = json!({"stream": true, "stream_options": {"include_usage": true}});
-    let (chunks, _) = live.stream(CHAT, &hello(options));
+    let (chunks, _) = live.stream(CHAT, &hello(&options));
     let (last, others) = chunks.split_last().unwrap();
     assert_eq!(
         (&last["choices"], &last["usage"]["completion_tokens"]),
@@ -206,7 +206,7 @@ fn completions_take_texts_and_ids() {
 #[test]
 fn several_choices_differ_by_seed_and_repeat() {
     let live = live(&Setup::default());
-    let body = hello(json!({"n": 3, "temperature": 1.0}));
+    let body = hello(&json!({"n": 3, "temperature": 1.0}));
     let three = live.ok(CHAT, &body);
     let texts: Vec<&Value> = three["choices"]
         .as_array()
@@ -221,11 +221,11 @@ fn several_choices_differ_by_seed_and_repeat() {
         "a seed repeats"
     );
     assert_eq!(
-        live.ok(CHAT, &hello(json!({"temperature": 1.0})))["choices"][0]["message"]["content"],
+        live.ok(CHAT, &hello(&json!({"temperature": 1.0})))["choices"][0]["message"]["content"],
         *texts[0]
     );
     assert_eq!(
-        live.ok(CHAT, &hello(json!({"temperature": 1.0, "seed": 8})))["choices"][0]["message"]["content"],
+        live.ok(CHAT, &hello(&json!({"temperature": 1.0, "seed": 8})))["choices"][0]["message"]["content"],
         *texts[1]
     );
     let mut streamed = body;
@@ -241,7 +241,7 @@ fn log_probabilities_in_both_shapes() {
     let live = live(&Setup::default());
     let answer = live.ok(
         CHAT,
-        &hello(json!({"logprobs": true, "top_logprobs": 3, "temperature": 0})),
+        &hello(&json!({"logprobs": true, "top_logprobs": 3, "temperature": 0})),
     );
     let content = answer["choices"][0]["logprobs"]["content"]
         .as_array()
@@ -273,7 +273,7 @@ fn log_probabilities_in_both_shapes() {
     }
     let (chunks, _) = live.stream(
         CHAT,
-        &hello(json!({"logprobs": true, "top_logprobs": 3, "temperature": 0, "stream": true})),
+        &hello(&json!({"logprobs": true, "top_logprobs": 3, "temperature": 0, "stream": true})),
     );
     let streamed: Vec<Value> = chunks
         .iter()
@@ -298,7 +298,7 @@ fn log_probabilities_in_both_shapes() {
         logprobs["tokens"][0].as_str().unwrap().chars().count()
     );
     // Without being asked for there are none.
-    assert!(live.ok(CHAT, &hello(json!({})))["choices"][0]["logprobs"].is_null());
+    assert!(live.ok(CHAT, &hello(&json!({})))["choices"][0]["logprobs"].is_null());
 }
 
 /// Every way to be wrong is told in OpenAI's shape, and names the field.
@@ -403,7 +403,7 @@ fn mistakes_are_named() {
         (json!({"modalities": ["audio"]}), "modalities", "text"),
     ];
     for (wrong, param, words) in cases {
-        let (status, answer) = live.post(CHAT, &hello(wrong.clone()));
+        let (status, answer) = live.post(CHAT, &hello(&wrong));
         let error = &answer["error"];
         assert_eq!(
             (status, &error["type"]),
@@ -417,13 +417,13 @@ fn mistakes_are_named() {
         );
         assert!(error.get("code").is_some());
     }
-    let (status, answer) = live.post(CHAT, &hello(json!({"model": "gpt-4"})));
+    let (status, answer) = live.post(CHAT, &hello(&json!({"model": "gpt-4"})));
     assert_eq!(
         (status, &answer["error"]["code"]),
         (404, &json!("model_not_found"))
     );
     let long = json!({"messages": [{"role": "user", "content": "word ".repeat(100)}]});
-    let (status, answer) = live.post(CHAT, &hello(long));
+    let (status, answer) = live.post(CHAT, &hello(&long));
     let message = answer["error"]["message"].as_str().unwrap();
     assert_eq!(
         (status, &answer["error"]["code"]),
@@ -467,26 +467,26 @@ fn mistakes_are_named() {
 #[test]
 fn null_is_absent_and_names_of_callers_pass() {
     let live = live(&Setup::default());
-    let plain = live.ok(CHAT, &hello(json!({})));
+    let plain = live.ok(CHAT, &hello(&json!({})));
     let nulls = json!({
         "stop": null, "tools": null, "tool_choice": null, "response_format": null, "logit_bias": null, "n": null,
         "functions": null, "user": "me", "metadata": {"a": "b"}, "store": false, "temperature": null,
         "max_tokens": null, "max_completion_tokens": 12, "parallel_tool_calls": true, "service_tier": "auto",
     });
-    assert_eq!(live.ok(CHAT, &hello(nulls))["choices"], plain["choices"]);
+    assert_eq!(live.ok(CHAT, &hello(&nulls))["choices"], plain["choices"]);
 }
 
 #[test]
 fn parameters_reach_the_sampler() {
     let live = live(&Setup::default());
     let text = |more: Value| {
-        live.ok(CHAT, &hello(more))["choices"][0]["message"]["content"]
+        live.ok(CHAT, &hello(&more))["choices"][0]["message"]["content"]
             .as_str()
             .unwrap()
             .to_owned()
     };
     let plain = text(json!({}));
-    let ids = live.ok(CHAT, &hello(json!({"logprobs": true})));
+    let ids = live.ok(CHAT, &hello(&json!({"logprobs": true})));
     let first_text = ids["choices"][0]["logprobs"]["content"][0]["token"]
         .as_str()
         .unwrap()
@@ -515,7 +515,7 @@ fn parameters_reach_the_sampler() {
     }
     assert_ne!(text(json!({"temperature": 2.0, "logit_bias": best})), yes);
     assert_ne!(text(json!({"temperature": 2.0})), plain);
-    let stop = live.ok(CHAT, &hello(json!({"stop_token_ids": [first]})));
+    let stop = live.ok(CHAT, &hello(&json!({"stop_token_ids": [first]})));
     assert_eq!(
         (
             &stop["choices"][0]["finish_reason"],
@@ -524,7 +524,7 @@ fn parameters_reach_the_sampler() {
         (&json!("stop"), &json!(1))
     );
     let end = crate::common::stop_ids(&live.tokenizer)[0].to_string();
-    let ended = live.ok(CHAT, &hello(json!({"logit_bias": {&end: 100}})));
+    let ended = live.ok(CHAT, &hello(&json!({"logit_bias": {&end: 100}})));
     assert_eq!(
         (
             &ended["choices"][0]["finish_reason"],
@@ -534,7 +534,7 @@ fn parameters_reach_the_sampler() {
     );
     let on = live.ok(
         CHAT,
-        &hello(json!({"logit_bias": {&end: 100}, "ignore_eos": true})),
+        &hello(&json!({"logit_bias": {&end: 100}, "ignore_eos": true})),
     );
     assert_eq!(
         (
@@ -578,17 +578,17 @@ fn keys_origins_and_sizes() {
         Some("SECRET"),
         Some("secretsecret"),
     ] {
-        let (status, answer) = send(key, &hello(json!({})));
+        let (status, answer) = send(key, &hello(&json!({})));
         assert_eq!(
             (status, &answer["error"]["code"]),
             (401, &json!("invalid_api_key")),
             "{key:?}"
         );
     }
-    assert_eq!(send(Some("secret"), &hello(json!({}))).0, 200);
+    assert_eq!(send(Some("secret"), &hello(&json!({}))).0, 200);
     assert_eq!(live.get("/v1/models").0, 401);
     assert_eq!(live.get("/health").0, 200);
-    let (status, answer) = send(Some("secret"), &hello(json!({"user": "x".repeat(3000)})));
+    let (status, answer) = send(Some("secret"), &hello(&json!({"user": "x".repeat(3000)})));
     assert!(
         status == 413
             && answer["error"]["message"]
@@ -599,7 +599,7 @@ fn keys_origins_and_sizes() {
     let message = json!({"role": "user", "content": "x"});
     let many = json!({"messages": [message, message, message, message]});
     assert!(
-        send(Some("secret"), &hello(many)).1["error"]["message"]
+        send(Some("secret"), &hello(&many)).1["error"]["message"]
             .as_str()
             .unwrap()
             .contains("between 1 and 3")
@@ -607,7 +607,7 @@ fn keys_origins_and_sizes() {
     let schema = json!({"type": "object", "description": "d".repeat(200)});
     let format = json!({"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}});
     assert!(
-        send(Some("secret"), &hello(format)).1["error"]["message"]
+        send(Some("secret"), &hello(&format)).1["error"]["message"]
             .as_str()
             .unwrap()
             .contains("the limit is 100")
@@ -664,9 +664,15 @@ fn who_hangs_up_frees_the_pages() {
     let metrics = || live.engine.metrics().snapshot();
     for stream in [true, false] {
         let before = metrics().cancelled;
-        let running = send_raw(&live, &hello(json!({"max_tokens": 4000, "stream": stream})));
+        let running = send_raw(
+            &live,
+            &hello(&json!({"max_tokens": 4000, "stream": stream})),
+        );
         until(|| metrics().running == 1);
-        let waiting = send_raw(&live, &hello(json!({"max_tokens": 4000, "stream": stream})));
+        let waiting = send_raw(
+            &live,
+            &hello(&json!({"max_tokens": 4000, "stream": stream})),
+        );
         until(|| metrics().waiting == 1);
         drop(waiting);
         until(|| metrics().waiting == 0 && metrics().cancelled == before + 1);
@@ -685,14 +691,14 @@ fn a_full_queue_turns_away_politely() {
     };
     let live = live(&Setup { engine, ..slow(1) });
     let metrics = || live.engine.metrics().snapshot();
-    let _running = send_raw(&live, &hello(json!({"max_tokens": 4000, "stream": true})));
+    let _running = send_raw(&live, &hello(&json!({"max_tokens": 4000, "stream": true})));
     until(|| metrics().running == 1);
-    let _waiting = send_raw(&live, &hello(json!({"max_tokens": 4000, "stream": true})));
+    let _waiting = send_raw(&live, &hello(&json!({"max_tokens": 4000, "stream": true})));
     until(|| metrics().waiting == 1);
     for stream in [true, false] {
         let mut response = agent()
             .post(&live.url(CHAT))
-            .send_json(hello(json!({"stream": stream})))
+            .send_json(hello(&json!({"stream": stream})))
             .unwrap();
         assert_eq!(
             (
@@ -718,7 +724,7 @@ fn a_long_prefill_shows_signs_of_life() {
     setup.options.ping = Duration::from_millis(20);
     let live = live(&setup);
     let words = json!({"messages": [{"role": "user", "content": "word ".repeat(600)}], "stream": true, "max_tokens": 2});
-    let (chunks, pings) = live.stream(CHAT, &hello(words));
+    let (chunks, pings) = live.stream(CHAT, &hello(&words));
     assert!(pings >= 3, "{pings} pings");
     assert_eq!(chunks[0]["choices"][0]["delta"]["role"], "assistant");
 }
@@ -733,10 +739,10 @@ fn a_slow_reader_stalls_nobody() {
         ..Setup::default()
     });
     // Reads nothing of a long answer.
-    let unread = send_raw(&live, &hello(json!({"max_tokens": 3000, "stream": true})));
+    let unread = send_raw(&live, &hello(&json!({"max_tokens": 3000, "stream": true})));
     let before = Instant::now();
     for _ in 0..5 {
-        live.ok(CHAT, &hello(json!({})));
+        live.ok(CHAT, &hello(&json!({})));
     }
     assert!(before.elapsed() < Duration::from_secs(10));
     until(|| live.engine.metrics().snapshot().finished_length >= 6);
@@ -791,7 +797,7 @@ fn a_server_says_that_it_is_loading_dead_or_leaving() {
 fn shutting_down_lets_answers_end_until_the_deadline() {
     // Enough time: the answer comes whole.
     let mut live = live(&slow(4));
-    let connection = send_raw(&live, &hello(json!({"max_tokens": 60, "stream": true})));
+    let connection = send_raw(&live, &hello(&json!({"max_tokens": 60, "stream": true})));
     until(|| live.engine.metrics().snapshot().running == 1);
     live.stop();
     live.wait(Duration::from_secs(20));
@@ -804,7 +810,7 @@ fn shutting_down_lets_answers_end_until_the_deadline() {
     let mut setup = slow(4);
     setup.options.grace = Duration::from_millis(50);
     let mut live = crate::common::live(&setup);
-    let _connection = send_raw(&live, &hello(json!({"max_tokens": 4000, "stream": true})));
+    let _connection = send_raw(&live, &hello(&json!({"max_tokens": 4000, "stream": true})));
     until(|| live.engine.metrics().snapshot().running == 1);
     let start = Instant::now();
     live.stop();
@@ -823,8 +829,8 @@ fn read_raw(mut connection: TcpStream) -> (String, String) {
 #[test]
 fn counts_are_told_to_prometheus() {
     let live = live(&Setup::default());
-    live.ok(CHAT, &hello(json!({})));
-    live.ok(CHAT, &hello(json!({})));
+    live.ok(CHAT, &hello(&json!({})));
+    live.ok(CHAT, &hello(&json!({})));
     let (status, text) = live.get("/metrics");
     assert_eq!(status, 200);
     let value = |name: &str| -> f64 {
@@ -894,7 +900,7 @@ fn a_crowd_of_clients() {
         })
     };
     let text = |client: usize, turn: usize| {
-        if turn % 2 == 0 {
+        if turn.is_multiple_of(2) {
             return live.ok(CHAT, &body(client, turn))["choices"][0]["message"]["content"]
                 .as_str()
                 .unwrap()
@@ -932,7 +938,7 @@ fn a_crowd_of_clients() {
 #[test]
 fn an_engine_that_dies_under_a_stream_says_so() {
     let live = live(&slow(2));
-    let connection = send_raw(&live, &hello(json!({"max_tokens": 4000, "stream": true})));
+    let connection = send_raw(&live, &hello(&json!({"max_tokens": 4000, "stream": true})));
     until(|| live.engine.metrics().snapshot().running == 1);
     live.engine.shut_down();
     let mut reader = BufReader::new(connection);

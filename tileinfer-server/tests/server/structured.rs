@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 const CHAT: &str = "/v1/chat/completions";
 
-fn ask(live: &Live, more: Value) -> Value {
+fn ask(live: &Live, more: &Value) -> Value {
     let mut body =
         json!({"messages": [{"role": "user", "content": "Go"}], "max_tokens": 300, "seed": 3});
     body.as_object_mut()
@@ -98,7 +98,7 @@ fn answers_follow_a_schema() {
             let format = json!({"type": "json_schema", "json_schema": {"name": "person", "schema": schema, "strict": true}});
             let choice = ask(
                 &live,
-                json!({"response_format": format, "seed": seed, "temperature": 1.0}),
+                &json!({"response_format": format, "seed": seed, "temperature": 1.0}),
             );
             assert_eq!(choice["finish_reason"], "stop");
             let text = choice["message"]["content"].as_str().unwrap();
@@ -113,7 +113,7 @@ fn answers_follow_a_schema() {
         }
         let object = ask(
             &live,
-            json!({"response_format": {"type": "json_object"}, "max_tokens": 40}),
+            &json!({"response_format": {"type": "json_object"}, "max_tokens": 40}),
         );
         assert!(
             object["message"]["content"]
@@ -143,7 +143,7 @@ fn a_call_can_be_demanded() {
         {
             let tools = json!([weather(), time()]);
             let more = json!({"tools": tools, "tool_choice": choice, "seed": seed, "parallel_tool_calls": false, "temperature": 1.0});
-            let answer = ask(&live, more);
+            let answer = ask(&live, &more);
             assert_eq!(
                 (&answer["finish_reason"], &answer["message"]["content"]),
                 (&json!("tool_calls"), &Value::Null)
@@ -176,7 +176,7 @@ fn calls_and_reasoning_are_read() {
         script,
         ..Setup::default()
     });
-    let choice = ask(&live, json!({"tools": [weather(), time()]}));
+    let choice = ask(&live, &json!({"tools": [weather(), time()]}));
     let message = &choice["message"];
     assert_eq!(
         (&message["reasoning_content"], &message["content"]),
@@ -194,7 +194,7 @@ fn calls_and_reasoning_are_read() {
     assert_eq!(choice["finish_reason"], "tool_calls");
     let single = ask(
         &live,
-        json!({"tools": [weather()], "parallel_tool_calls": false}),
+        &json!({"tools": [weather()], "parallel_tool_calls": false}),
     );
     assert_eq!(single["message"]["tool_calls"].as_array().unwrap().len(), 1);
     // Without tools, or with none to be called, it is text.
@@ -202,7 +202,7 @@ fn calls_and_reasoning_are_read() {
         json!({}),
         json!({"tools": [weather()], "tool_choice": "none"}),
     ] {
-        let plain = ask(&live, more);
+        let plain = ask(&live, &more);
         assert_eq!(
             plain["message"]["content"],
             format!("Let me look.\n\n{call}\n{call}")
@@ -226,7 +226,7 @@ fn thinking_can_come_before_a_form() {
         "response_format": format, "chat_template_kwargs": {"enable_thinking": true},
         "logit_bias": {close: 7.5}, "temperature": 1.0,
     });
-    let choice = ask(&live, more);
+    let choice = ask(&live, &more);
     assert_eq!(choice["finish_reason"], "stop", "{choice}");
     assert!(
         ["\"yes\"", "\"no\""].contains(&choice["message"]["content"].as_str().unwrap()),
@@ -241,7 +241,7 @@ fn thinking_can_come_before_a_form() {
     // Unless asked for, a form comes at once.
     let choice = ask(
         &live,
-        json!({"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": 1}}}}),
+        &json!({"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": 1}}}}),
     );
     assert_eq!(
         (
