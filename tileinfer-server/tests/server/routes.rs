@@ -831,6 +831,8 @@ fn counts_are_told_to_prometheus() {
     let live = live(&Setup::default());
     live.ok(CHAT, &hello(&json!({})));
     live.ok(CHAT, &hello(&json!({})));
+    // Pages are counted now and then, and when nothing runs.
+    live.assert_whole();
     let (status, text) = live.get("/metrics");
     assert_eq!(status, 200);
     let value = |name: &str| -> f64 {

@@ -846,6 +846,8 @@ impl Worker {
         }
         self.scheduler.leave(id);
         let metrics = &self.shared.metrics;
+        // Before it is told, so that whoever hears of the end sees it in the numbers.
+        set(&metrics.running, self.scheduler.running().len());
         if !request.started {
             metrics.waiting.fetch_sub(1, Relaxed);
         }
