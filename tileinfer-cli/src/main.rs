@@ -29,6 +29,10 @@ use args::{Cli, Verb};
 fn main() -> ExitCode {
     let start = Instant::now();
     let cli = Cli::parse();
+    #[cfg(unix)]
+    if let Err(error) = tileinfer::weights::exit_on_lost_pages() {
+        tracing::debug!(%error, "a weight file that is cut short will end this process without a word");
+    }
     let result = match &cli.verb {
         Verb::Run(args) => run::run(args, start),
         Verb::Pull(args) => inventory::pull(args),
