@@ -4,11 +4,19 @@ use serde_json::{Value, json};
 
 use super::*;
 
-const GREEDY: [&str; 3] = ["--json", "--max-tokens", "24"];
+/// The small model says one word for ever if it is greedy, which would hide what went in.
+const SAMPLED: [&str; 6] = [
+    "--json",
+    "--max-tokens=24",
+    "--temperature",
+    "1",
+    "--seed",
+    "3",
+];
 
 fn run_json(more: &[&str]) -> Value {
     let model = qwen3();
-    json(&[&["run", &model], &GREEDY[..], more].concat())
+    json(&[&["run", &model], &SAMPLED[..], more].concat())
 }
 
 #[test]
@@ -39,8 +47,8 @@ fn run_reports_text_ids_and_times() {
             "ttft_s"
         ]
     );
-    assert_eq!(answer["sampling"]["temperature"], json!(0.0));
-    assert!(answer["sampling"]["seed"].is_u64());
+    assert_eq!(answer["sampling"]["temperature"], json!(1.0));
+    assert_eq!(answer["sampling"]["seed"], 3);
     let ids = answer["ids"].as_array().unwrap();
     assert_eq!(answer["usage"]["completion_tokens"], json!(ids.len()));
     assert_eq!(answer["usage"]["cached_tokens"], json!(0));
@@ -59,35 +67,24 @@ fn run_reports_text_ids_and_times() {
 
 #[test]
 fn run_prints_the_text_alone_on_stdout() {
-    let text = run_json(&["hello there"])["text"].clone();
-    let plain = run(&["run", &qwen3(), "hello there", "--max-tokens", "24"]);
+    let model = qwen3();
+    let greedy = ["run", &model, "hello there", "--max-tokens", "24"];
+    let text = json(&[&greedy[..], &["--json"]].concat())["text"].clone();
+    let plain = run(&greedy);
     assert_eq!(plain.code, Some(0));
     assert_eq!(plain.out, format!("{}\n", text.as_str().unwrap()));
     assert!(plain.err.contains("sampling: greedy"), "{plain:?}");
-    let quiet = run(&[
-        "run",
-        &qwen3(),
-        "hello there",
-        "--max-tokens",
-        "24",
-        "--quiet",
-    ]);
+    let quiet = run(&[&greedy[..], &["--quiet"]].concat());
     assert_eq!((quiet.out, quiet.err.as_str()), (plain.out, ""));
 }
 
 #[test]
 fn the_same_seed_gives_the_same_text_on_any_number_of_threads() {
+    let model = qwen3();
     let sampled = |seed: &str, threads: &str| {
-        let more = [
-            "--temperature",
-            "1.5",
-            "--seed",
-            seed,
-            "--threads",
-            threads,
-            "go",
-        ];
-        run_json(&more)["ids"].clone()
+        let rest = ["--temperature", "1", "--seed", seed, "--threads", threads];
+        let base = ["run", &model, "go", "--max-tokens", "24", "--json"];
+        json(&[&base[..], &rest].concat())["ids"].clone()
     };
     let first = sampled("7", "1");
     assert_eq!(sampled("7", "1"), first);
@@ -98,7 +95,7 @@ fn the_same_seed_gives_the_same_text_on_any_number_of_threads() {
 #[test]
 fn a_prompt_may_be_piped_and_follows_what_is_typed() {
     let model = qwen3();
-    let base = [&["run", model.as_str()], &GREEDY[..]].concat();
+    let base = [&["run", model.as_str()], &SAMPLED[..]].concat();
     let ids = |done: &Done| parsed(done)["ids"].clone();
     let typed = run(&[&base[..], &["one\n\ntwo"]].concat());
     assert_eq!(ids(&run_with_input(&base, "one\n\ntwo\n")), ids(&typed));
