@@ -1,0 +1,562 @@
+//! How each kernel is launched: the tile for the shape at hand, the grid, the arguments. An op takes device
+//! addresses and sizes, checks nothing that its caller knows, and queues its launches in order.
+//!
+//! Tiles may depend on the number of rows, since sums do not (see `kernels/linear.rs`); what a sum's order
+//! does depend on, [`splits`] and the 256-key block, depends on shapes alone.
+
+use std::sync::{Arc, Mutex};
+
+use tileinfer::Result;
+
+use crate::driver::{Address, Argument, Device, Memory};
+use crate::kernels::{self, Type, Variant};
+use crate::store::{KernelOptions, KernelStore};
+
+/// Slots of a page.
+pub const PAGE: usize = 64;
+
+/// The largest row a norm takes.
+pub const WIDEST_NORM: usize = 16384;
+
+/// Room for the partial sums of `linear_few`: 256 tiles of 64 x 128 (see [`splits`]).
+const PARTIAL_BYTES: usize = 256 * 64 * 128 * 4;
+
+/// Tiles that may be waiting for their splits at a time.
+const TICKETS: usize = 256;
+
+/// Blocks that keep the device busy while attention waits for pages.
+const ATTENTION_BLOCKS: usize = 528;
+
+/// An open device with its kernels and the scratch they share.
+#[derive(Debug)]
+pub struct Ops {
+    device: Arc<Device>,
+    kernels: KernelStore,
+    partials: Memory,
+    tickets: Memory,
+    /// Grown when a step needs more; older ones are kept, since a recording may use them.
+    scratch: Mutex<Vec<Memory>>,
+}
+
+/// How a linear layer is computed.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LinearPlan {
+    /// The kernel.
+    pub variant: Variant,
+    /// Its tile blocks.
+    pub grid: [usize; 3],
+    /// Columns of the weight a split.
+    pub split_columns: usize,
+}
+
+/// Into how many runs of columns a weight `[n, k]` is cut, and how many columns a run has: enough that
+/// tiles of 64 rows times splits give every multiprocessor of a large GPU two blocks, no run under 256.
+/// Of the shape and the type alone: it is part of the weight's reduction tree.
+pub fn splits(kind: Type, n: usize, k: usize) -> (usize, usize) {
+    let wanted = match kind {
+        Type::Bf16 => 256 / n.div_ceil(64).max(1),
+        Type::F32 => 1,
+    };
+    let splits = wanted.min(k / 256).clamp(1, 8);
+    let splits = 1 << splits.ilog2();
+    let columns = k.div_ceil(splits).next_multiple_of(256);
+    (k.div_ceil(columns).max(1), columns)
+}
+
+/// The plan for `rows` rows of a weight `[n, k]`.
+pub fn linear_plan(kind: Type, out: Type, rows: usize, n: usize, k: usize) -> LinearPlan {
+    let (splits, split_columns) = splits(kind, n, k);
+    let aligned = n.is_multiple_of(8) && k.is_multiple_of(8);
+    // (weight rows, columns, tokens) a block; from a sweep over 6144..24576 x 4096 on an H200: long runs of
+    // columns in flight stream best, and two blocks of 4 warps a multiprocessor hide each other's ends.
+    let few = |columns: i32, tokens: i32| {
+        let sizes = [64, columns, tokens, 3];
+        Variant::new(&kernels::LINEAR_FEW, &[kind, out], &sizes).aligned(aligned)
+    };
+    let (variant, tile) = match (kind, rows) {
+        // One tile for all: plain multiplies and adds, whose order is the compiler's choice a tile.
+        (Type::F32, _) => (few(32, 16), (64, 16)),
+        (Type::Bf16, ..=16) => (few(256, 16), (64, 16)),
+        (Type::Bf16, ..=32) => (few(128, 32), (64, 32)),
+        (Type::Bf16, ..=64) => (few(128, 64), (64, 64)),
+        (Type::Bf16, ..=128) => (few(64, 128), (64, 128)),
+        (Type::Bf16, _) => {
+            let (split, width) = if splits > 1 { (1, 128) } else { (0, 256) };
+            let sizes = [width, 64, 128, split, 3];
+            let variant = Variant::new(&kernels::LINEAR_MANY, &[kind, out], &sizes);
+            (variant.hints(8, 1).aligned(aligned), (width as usize, 128))
+        }
+    };
+    let many = std::ptr::eq(variant.kernel, &kernels::LINEAR_MANY);
+    let grid = [rows.div_ceil(tile.1), n.div_ceil(tile.0), if many { 1 } else { splits }];
+    LinearPlan { variant, grid, split_columns }
+}
+
+/// The norm kernel for rows of `width`; `residual` for the form that adds first.
+pub fn norm_variant(kind: Type, width: usize, residual: bool) -> Variant {
+    let tile = width.next_power_of_two().clamp(64, WIDEST_NORM) as i32;
+    let rows = (1024 / tile).max(1);
+    let variant = Variant::new(&kernels::RMS_NORM, &[kind], &[rows, tile, i32::from(residual)]);
+    variant.hints(if tile > 4096 { 8 } else { 4 }, 2).aligned(width.is_multiple_of(8))
+}
+
+/// The kernels that work on values one by one or a row at a time, in stretches of [`STRETCH`].
+pub fn stretch_variant(kernel: &'static kernels::Kernel, kind: Type, width: usize) -> Variant {
+    Variant::new(kernel, &[kind], &[STRETCH as i32]).aligned(width.is_multiple_of(8))
+}
+
+/// Values a block of the elementwise kernels.
+const STRETCH: usize = 1024;
+
+/// Logits a block of the first step of argmax.
+const ARGMAX_STRETCH: usize = 4096;
+
+/// The kernels between the projection and attention, for heads of `head_dim`.
+pub fn head_variant(kernel: &'static kernels::Kernel, kind: Type, head_dim: usize) -> Variant {
+    let half = (head_dim / 2).next_power_of_two().max(8);
+    Variant::new(kernel, &[kind], &[HEADS as i32, half as i32]).aligned(head_dim.is_multiple_of(16))
+}
+
+/// Heads a block of those kernels.
+const HEADS: usize = 8;
+
+/// An attention kernel for `queries` query vectors a block of heads of `head_dim`.
+pub fn attention_variant(kernel: &'static kernels::Kernel, kind: Type, queries: usize, head_dim: usize) -> Variant {
+    let aligned = head_dim.is_multiple_of(8);
+    let width = head_dim.next_power_of_two().max(16) as i32;
+    if std::ptr::eq(kernel, &kernels::FOLD) {
+        return Variant::new(kernel, &[kind], &[width, 0]).aligned(aligned);
+    }
+    let variant = Variant::new(kernel, &[kind], &[queries as i32, width, 2]).aligned(aligned);
+    if queries > 16 { variant.hints(8, 1) } else { variant }
+}
+
+/// Query vectors a block of attention that a `group` of query heads can share: (few, many).
+pub fn query_blocks(kind: Type, group: usize) -> (usize, usize) {
+    match kind {
+        Type::F32 => (16.max(group.next_power_of_two()), 16.max(group.next_power_of_two())),
+        Type::Bf16 if group <= 16 => (16, 64),
+        Type::Bf16 => (group.next_power_of_two().max(64), group.next_power_of_two().max(64)),
+    }
+}
+
+/// The arrays of a step on the device, as attention and the rest need them.
+#[derive(Debug, Clone, Copy)]
+pub struct StepArrays {
+    /// Rows of the step.
+    pub rows: usize,
+    /// Position of each row.
+    pub positions: Address,
+    /// Slot of each row.
+    pub slots: Address,
+    /// Four numbers a row: position, end of its span, first page of its table, 0.
+    pub row_meta: Address,
+    /// Block tables.
+    pub tables: Address,
+    /// Entries of a block table.
+    pub table_width: usize,
+}
+
+/// Runs of rows of one span that a block of attention takes together, eight numbers each: first row, rows,
+/// span, first position, end of the span, first page of its table, 0, 0.
+#[derive(Debug, Clone, Copy)]
+pub struct Groups {
+    /// The array.
+    pub address: Address,
+    /// Groups in it; those of no rows are skipped by the kernels.
+    pub count: usize,
+    /// Query vectors a group holds at most.
+    pub queries: usize,
+}
+
+/// The geometry of an attention layer and who sees whom.
+#[derive(Debug, Clone, Copy)]
+pub struct AttentionPlan {
+    /// Query heads.
+    pub heads: usize,
+    /// Key-value heads.
+    pub kv_heads: usize,
+    /// Values a head.
+    pub head_dim: usize,
+    /// Scores are multiplied by this.
+    pub scale: f32,
+    /// Whether later rows of the span are hidden.
+    pub causal: bool,
+    /// How near a position must be to be seen.
+    pub window: usize,
+    /// Pages of the pool.
+    pub pages: usize,
+    /// Blocks of 256 keys that the longest sequence has, or may get while a recording is replayed.
+    pub blocks: usize,
+    /// Blocks that a sequence can have at most.
+    pub block_slots: usize,
+}
+
+/// What `split_norm_rope_store` is given besides its rows.
+#[derive(Debug, Clone, Copy)]
+pub struct HeadInputs {
+    /// Norm weight of queries, or 0.
+    pub query_norm: Address,
+    /// Norm weight of keys, or 0.
+    pub key_norm: Address,
+    /// Cosines, or 0.
+    pub cos: Address,
+    /// Sines, or 0.
+    pub sin: Address,
+    /// Scale of queries by position, or 0.
+    pub query_scale: Address,
+    /// Added to the mean square.
+    pub eps: f32,
+}
+
+impl Ops {
+    /// Opens a device and finds its kernels.
+    ///
+    /// # Errors
+    /// Those of [`Device::open`] and [`KernelStore::open`].
+    pub fn open(ordinal: usize, options: &KernelOptions) -> Result<Self> {
+        let device = Device::open(ordinal)?;
+        let kernels = KernelStore::open(&device, options)?;
+        let partials = device.alloc("partial sums", PARTIAL_BYTES)?;
+        let tickets = device.alloc("tickets of partial sums", TICKETS * 4)?;
+        device.queue_fill(tickets.address(), 0, TICKETS * 4)?;
+        Ok(Ops { device, kernels, partials, tickets, scratch: Mutex::default() })
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Arc<Device> {
+        &self.device
+    }
+
+    /// The kernels.
+    pub fn kernels(&self) -> &KernelStore {
+        &self.kernels
+    }
+
+    fn launch(&self, variant: &Variant, grid: [usize; 3], arguments: &[Argument]) -> Result<()> {
+        if grid.contains(&0) {
+            return Ok(());
+        }
+        let function = self.kernels.get(variant)?;
+        // SAFETY: the ops below list the arguments as the entry points declare them, with addresses of
+        // arrays of the sizes given; alignment is promised only where `Variant::aligned` was computed from
+        // the sizes, and tensors begin at multiples of 256 bytes.
+        unsafe { self.device.launch(&function, grid, arguments) }
+    }
+
+    /// `y = W x + bias` for `rows` rows, `W` `[n, k]`.
+    pub fn linear(
+        &self,
+        (y, out): (Address, Type),
+        x: Address,
+        w: Address,
+        bias: Option<Address>,
+        kind: Type,
+        [rows, n, k]: [usize; 3],
+    ) -> Result<()> {
+        let plan = linear_plan(kind, out, rows, n, k);
+        let mut arguments: Vec<Argument> =
+            vec![y.into(), x.into(), w.into(), bias.unwrap_or(0).into(), i32::from(bias.is_some()).into()];
+        if std::ptr::eq(plan.variant.kernel, &kernels::LINEAR_FEW) {
+            arguments.extend([self.partials.address(), self.tickets.address()].map(Argument::from));
+        }
+        arguments.extend([rows, n, k, plan.split_columns].map(Argument::from));
+        self.launch(&plan.variant, plan.grid, &arguments)
+    }
+
+    /// `out = rms_norm(x) * weight`, after `x += delta` if there is one.
+    pub fn rms_norm(
+        &self,
+        out: Address,
+        x: Address,
+        delta: Option<Address>,
+        weight: Address,
+        kind: Type,
+        [rows, width]: [usize; 2],
+        eps: f32,
+    ) -> Result<()> {
+        let variant = norm_variant(kind, width, delta.is_some());
+        let arguments = [
+            out.into(),
+            x.into(),
+            delta.unwrap_or(0).into(),
+            weight.into(),
+            rows.into(),
+            width.into(),
+            eps.into(),
+        ];
+        self.launch(&variant, [rows.div_ceil(variant.sizes[0] as usize), 1, 1], &arguments)
+    }
+
+    /// `out = silu(gate) * up` of rows `[gate, up]`, each `width` wide.
+    pub fn silu_gated(&self, out: Address, x: Address, kind: Type, [rows, width]: [usize; 2]) -> Result<()> {
+        let variant = stretch_variant(&kernels::SILU_GATED, kind, width);
+        let arguments = [out.into(), x.into(), rows.into(), width.into()];
+        self.launch(&variant, [width.div_ceil(STRETCH), rows, 1], &arguments)
+    }
+
+    /// xIELU of `count` values; `scalars` are alpha_p, alpha_n, beta, eps.
+    pub fn xielu(&self, out: Address, x: Address, kind: Type, count: usize, scalars: [f32; 4]) -> Result<()> {
+        let variant = stretch_variant(&kernels::XIELU, kind, count);
+        let mut arguments = vec![out.into(), x.into(), count.into()];
+        arguments.extend(scalars.map(Argument::from));
+        self.launch(&variant, [count.div_ceil(STRETCH), 1, 1], &arguments)
+    }
+
+    /// `x += delta` for `count` values.
+    pub fn add(&self, x: Address, delta: Address, kind: Type, count: usize) -> Result<()> {
+        let variant = stretch_variant(&kernels::ADD, kind, count);
+        self.launch(&variant, [count.div_ceil(STRETCH), 1, 1], &[x.into(), delta.into(), count.into()])
+    }
+
+    /// `out[r] = table[indices[r]]`.
+    pub fn gather(
+        &self,
+        out: Address,
+        table: Address,
+        indices: Address,
+        kind: Type,
+        [rows, table_rows, width]: [usize; 3],
+    ) -> Result<()> {
+        let variant = stretch_variant(&kernels::GATHER, kind, width);
+        let arguments =
+            [out.into(), table.into(), indices.into(), rows.into(), table_rows.into(), width.into()];
+        self.launch(&variant, [width.div_ceil(STRETCH), rows, 1], &arguments)
+    }
+
+    /// `ids[rows[i]] = sampled[indices[i]]`.
+    pub fn take_tokens(
+        &self,
+        ids: Address,
+        sampled: Address,
+        rows: Address,
+        indices: Address,
+        count: usize,
+    ) -> Result<()> {
+        let variant = Variant::new(&kernels::TAKE_TOKENS, &[], &[]);
+        let arguments = [ids.into(), sampled.into(), rows.into(), indices.into(), count.into()];
+        self.launch(&variant, [count.div_ceil(128), 1, 1], &arguments)
+    }
+
+    /// Splits rows of q, k and v heads, norms and rotates them, writes queries and pages.
+    pub fn split_norm_rope_store(
+        &self,
+        [queries, keys, values, qkv]: [Address; 4],
+        inputs: &HeadInputs,
+        step: &StepArrays,
+        kind: Type,
+        [heads, kv_heads, head_dim]: [usize; 3],
+    ) -> Result<()> {
+        let flag = |address: Address, bit: i32| if address == 0 { 0 } else { bit };
+        let flags = flag(inputs.query_norm, 1)
+            + flag(inputs.key_norm, 2)
+            + flag(inputs.cos, 4)
+            + flag(inputs.query_scale, 8);
+        let arguments = [
+            queries.into(),
+            keys.into(),
+            values.into(),
+            qkv.into(),
+            inputs.query_norm.into(),
+            inputs.key_norm.into(),
+            inputs.cos.into(),
+            inputs.sin.into(),
+            inputs.query_scale.into(),
+            step.positions.into(),
+            step.slots.into(),
+            flags.into(),
+            heads.into(),
+            kv_heads.into(),
+            head_dim.into(),
+            PAGE.into(),
+            inputs.eps.into(),
+        ];
+        let blocks = heads.div_ceil(HEADS) + 2 * kv_heads.div_ceil(HEADS);
+        let variant = head_variant(&kernels::SPLIT_NORM_ROPE_STORE, kind, head_dim);
+        self.launch(&variant, [blocks, step.rows, 1], &arguments)
+    }
+
+    /// Rotates `heads` heads of every row in place.
+    pub fn rotate(
+        &self,
+        x: Address,
+        inputs: &HeadInputs,
+        step: &StepArrays,
+        kind: Type,
+        [heads, head_dim]: [usize; 2],
+    ) -> Result<()> {
+        let arguments = [
+            x.into(),
+            inputs.cos.into(),
+            inputs.sin.into(),
+            inputs.query_scale.into(),
+            step.positions.into(),
+            i32::from(inputs.query_scale != 0).into(),
+            heads.into(),
+            head_dim.into(),
+        ];
+        let variant = head_variant(&kernels::ROTATE, kind, head_dim);
+        self.launch(&variant, [heads.div_ceil(HEADS), step.rows, 1], &arguments)
+    }
+
+    /// Writes rows of kv heads to their slots of one pool.
+    pub fn store(
+        &self,
+        pool: Address,
+        x: Address,
+        step: &StepArrays,
+        kind: Type,
+        [kv_heads, head_dim]: [usize; 2],
+    ) -> Result<()> {
+        let arguments =
+            [pool.into(), x.into(), step.slots.into(), kv_heads.into(), head_dim.into(), PAGE.into()];
+        let variant = head_variant(&kernels::STORE, kind, head_dim);
+        self.launch(&variant, [kv_heads.div_ceil(HEADS), step.rows, 1], &arguments)
+    }
+
+    /// Attention of every row. `whole`: each block folds all keys of its queries (enough queries to fill
+    /// the device); else the keys are split over blocks and folded after. The results are the same.
+    pub fn attention(
+        &self,
+        out: Address,
+        [queries, keys, values]: [Address; 3],
+        step: &StepArrays,
+        groups: &Groups,
+        plan: &AttentionPlan,
+        kind: Type,
+        whole: bool,
+    ) -> Result<()> {
+        // exp2 in the kernel: the factor of the natural exponent goes into the scale.
+        let scale = (f64::from(plan.scale) * std::f64::consts::LOG2_E) as f32;
+        let shape = [
+            Argument::from(step.table_width),
+            plan.heads.into(),
+            plan.kv_heads.into(),
+            plan.head_dim.into(),
+            plan.pages.into(),
+            scale.into(),
+            i32::from(plan.causal).into(),
+            plan.window.min(1 << 30).into(),
+        ];
+        let sources = [
+            Argument::from(queries),
+            keys.into(),
+            values.into(),
+            step.tables.into(),
+            groups.address.into(),
+        ];
+        if whole {
+            let mut arguments = vec![out.into()];
+            arguments.extend(sources);
+            arguments.extend(shape);
+            let variant = attention_variant(&kernels::ATTEND_WHOLE, kind, groups.queries, plan.head_dim);
+            return self.launch(&variant, [groups.count, plan.kv_heads, 1], &arguments);
+        }
+        let vectors = step.rows * plan.heads * plan.block_slots;
+        let numbers = vectors.next_multiple_of(64);
+        let scratch = self.scratch((numbers * plan.head_dim + 2 * numbers) * 4)?;
+        let maxima = scratch + (numbers * plan.head_dim * 4) as Address;
+        let weights = maxima + (numbers * 4) as Address;
+        let mut arguments = vec![scratch.into(), maxima.into(), weights.into()];
+        arguments.extend(sources);
+        arguments.extend(shape);
+        arguments.push(plan.block_slots.into());
+        let workers = ATTENTION_BLOCKS.div_ceil(plan.kv_heads * groups.count.max(1)).min(plan.blocks.max(1));
+        let variant = attention_variant(&kernels::ATTEND_SPLIT, kind, groups.queries, plan.head_dim);
+        self.launch(&variant, [workers, plan.kv_heads, groups.count], &arguments)?;
+        let arguments = [
+            out.into(),
+            scratch.into(),
+            maxima.into(),
+            weights.into(),
+            step.row_meta.into(),
+            plan.heads.into(),
+            plan.head_dim.into(),
+            i32::from(plan.causal).into(),
+            plan.window.min(1 << 30).into(),
+            plan.block_slots.into(),
+        ];
+        let variant = attention_variant(&kernels::FOLD, kind, 0, plan.head_dim);
+        self.launch(&variant, [plan.heads, step.rows, 1], &arguments)
+    }
+
+    /// Bytes of scratch that split attention needs.
+    pub fn split_scratch(rows: usize, heads: usize, head_dim: usize, block_slots: usize) -> usize {
+        (rows * heads * block_slots).next_multiple_of(64) * (head_dim + 2) * 4
+    }
+
+    /// The token with the largest logit of each row, the first among equals.
+    pub fn argmax(&self, tokens: Address, logits: Address, [rows, vocab]: [usize; 2]) -> Result<()> {
+        let parts = vocab.div_ceil(ARGMAX_STRETCH);
+        let best = self.scratch(rows * parts * 8)?;
+        let place = best + (rows * parts * 4) as Address;
+        let variant = argmax_parts_variant(vocab);
+        let arguments = [best.into(), place.into(), logits.into(), rows.into(), vocab.into()];
+        self.launch(&variant, [parts, rows, 1], &arguments)?;
+        let arguments = [tokens.into(), best.into(), place.into(), parts.into()];
+        self.launch(&argmax_variant(vocab), [rows, 1, 1], &arguments)
+    }
+
+    /// Memory that is the current op's until the next op that asks for some.
+    fn scratch(&self, bytes: usize) -> Result<Address> {
+        let mut scratch = self.scratch.lock().expect("no thread panics while it holds the scratch");
+        if scratch.last().is_none_or(|memory| memory.bytes() < bytes) {
+            scratch.push(self.device.alloc("scratch of attention", bytes.next_power_of_two().max(1 << 20))?);
+        }
+        Ok(scratch.last().expect("just pushed").address())
+    }
+}
+
+/// The first step of argmax.
+pub fn argmax_parts_variant(vocab: usize) -> Variant {
+    let variant = Variant::new(&kernels::ARGMAX_PARTS, &[], &[ARGMAX_STRETCH as i32]);
+    variant.aligned(vocab.is_multiple_of(8))
+}
+
+/// The second step of argmax.
+pub fn argmax_variant(vocab: usize) -> Variant {
+    let parts = vocab.div_ceil(ARGMAX_STRETCH).next_power_of_two().max(16);
+    Variant::new(&kernels::ARGMAX, &[], &[parts as i32])
+}
+
+/// Every variant that the plans above give for the models we know of: what a pack holds.
+pub fn catalog() -> Vec<Variant> {
+    let mut all = Vec::new();
+    for kind in [Type::Bf16, Type::F32] {
+        for aligned in [true, false] {
+            let odd = usize::from(!aligned);
+            for out in [kind, Type::F32] {
+                for rows in [1, 32, 64, 128, 4096] {
+                    for n in [4096, 65536] {
+                        all.push(linear_plan(kind, out, rows, n + odd, 4096).variant);
+                    }
+                }
+            }
+            for width in [64, 128, 256, 512, 1024, 2048, 4096, 8192] {
+                for residual in [false, true] {
+                    all.push(norm_variant(kind, width - odd, residual));
+                }
+            }
+            for kernel in [&kernels::SILU_GATED, &kernels::XIELU, &kernels::GATHER, &kernels::ADD] {
+                all.push(stretch_variant(kernel, kind, 1024 + odd));
+            }
+        }
+        for head_dim in [16, 32, 64, 128, 256] {
+            for kernel in [&kernels::SPLIT_NORM_ROPE_STORE, &kernels::ROTATE, &kernels::STORE] {
+                all.push(head_variant(kernel, kind, head_dim));
+            }
+            let (few, many) = query_blocks(kind, 1);
+            all.push(attention_variant(&kernels::FOLD, kind, 0, head_dim));
+            all.push(attention_variant(&kernels::ATTEND_SPLIT, kind, few, head_dim));
+            all.push(attention_variant(&kernels::ATTEND_SPLIT, kind, many, head_dim));
+            all.push(attention_variant(&kernels::ATTEND_WHOLE, kind, many, head_dim));
+        }
+    }
+    for vocab in [4096, 49152, 65536, 131_072, 151_936, 262_144] {
+        all.extend([argmax_parts_variant(vocab), argmax_parts_variant(vocab + 1), argmax_variant(vocab)]);
+    }
+    all.push(Variant::new(&kernels::TAKE_TOKENS, &[], &[]));
+    let mut seen = std::collections::HashSet::new();
+    all.retain(|variant| seen.insert(*variant));
+    all
+}
