@@ -30,31 +30,48 @@ pub fn bytecode(variant: &Variant, arch: &str) -> Result<Vec<u8>> {
             .occupancy(variant.occupancy);
         let sixteen = |name: &&'static str| (*name, DivHint::from_value(16));
         // An aligned size is a multiple of 8: of 16 bytes in bfloat16. Pointers count in bytes.
-        let eight = |name: &&'static str| (*name, DivHint::from_value(if is_size(name) { 8 } else { 16 }));
+        let eight = |name: &&'static str| {
+            (
+                *name,
+                DivHint::from_value(if is_size(name) { 8 } else { 16 }),
+            )
+        };
         let mut hints: Vec<_> = variant.kernel.bases.iter().map(sixteen).collect();
         if variant.aligned {
             hints.extend(variant.kernel.aligned.iter().map(eight));
         }
-        KernelCompiler::new(variant.kernel.source, variant.kernel.module, variant.kernel.name)
-            .generics(variant.generics())
-            .scalar_hints(&hints)
-            .options(options)
-            .target(&arch)
-            .bytecode_version(BytecodeVersion::V13_5)
-            .compile()
-            .and_then(|artifacts| artifacts.bytecode())
-            .map_err(|error| error.to_string())
+        KernelCompiler::new(
+            variant.kernel.source,
+            variant.kernel.module,
+            variant.kernel.name,
+        )
+        .generics(variant.generics())
+        .scalar_hints(&hints)
+        .options(options)
+        .target(&arch)
+        .bytecode_version(BytecodeVersion::V13_5)
+        .compile()
+        .and_then(|artifacts| artifacts.bytecode())
+        .map_err(|error| error.to_string())
     };
-    let compiled = thread.spawn(work).map_err(|source| Error::io("the kernel compiler's thread", source))?.join();
+    let compiled = thread
+        .spawn(work)
+        .map_err(|source| Error::io("the kernel compiler's thread", source))?
+        .join();
     match compiled {
         Ok(result) => result.map_err(|reason| Error::Bug(format!("kernel {name}: {reason}"))),
-        Err(_) => Err(Error::Bug(format!("kernel {name}: the kernel compiler panicked"))),
+        Err(_) => Err(Error::Bug(format!(
+            "kernel {name}: the kernel compiler panicked"
+        ))),
     }
 }
 
 /// Whether an argument is a size and not a pointer.
 fn is_size(argument: &str) -> bool {
-    matches!(argument, "n" | "k" | "width" | "count" | "head_dim" | "vocab")
+    matches!(
+        argument,
+        "n" | "k" | "width" | "count" | "head_dim" | "vocab"
+    )
 }
 
 /// The kernel assembler of a CUDA toolkit, 13.5 or newer.
@@ -97,7 +114,11 @@ impl Assembler {
         let run = run.map_err(|source| Error::io(&self.program, source))?;
         if !run.status.success() {
             let said = String::from_utf8_lossy(&run.stderr);
-            return Err(Error::Device(format!("{}: kernel {name} for {arch}: {}", self.program.display(), said.trim())));
+            return Err(Error::Device(format!(
+                "{}: kernel {name} for {arch}: {}",
+                self.program.display(),
+                said.trim()
+            )));
         }
         cubin.map_err(|source| Error::io(&output, source))
     }

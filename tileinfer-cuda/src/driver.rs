@@ -19,14 +19,19 @@ fn check(code: sys::CUresult, what: &str) -> Result<()> {
     }
     let mut text = ptr::null();
     // SAFETY: the driver writes a pointer to a string of its own that lives for ever, or leaves null.
-    let known = unsafe { sys::cuGetErrorString(code, &mut text) } == sys::cudaError_enum_CUDA_SUCCESS;
+    let known =
+        unsafe { sys::cuGetErrorString(code, &mut text) } == sys::cudaError_enum_CUDA_SUCCESS;
     let reason = if known && !text.is_null() {
         // SAFETY: a string of the driver, see above.
-        unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+        unsafe { CStr::from_ptr(text) }
+            .to_string_lossy()
+            .into_owned()
     } else {
         "the NVIDIA driver (libcuda.so.1) is missing, or too old for CUDA 13".to_owned()
     };
-    Err(Error::Device(format!("CUDA: {what}: {reason} (error {code})")))
+    Err(Error::Device(format!(
+        "CUDA: {what}: {reason} (error {code})"
+    )))
 }
 
 /// What there is to know about a device before it is opened.
@@ -54,10 +59,15 @@ pub fn devices() -> Result<Vec<DeviceInfo>> {
     // SAFETY: plain queries into local numbers.
     unsafe {
         check(sys::cuInit(0), "no usable GPU")?;
-        check(sys::cuDriverGetVersion(&mut driver), "version of the driver")?;
+        check(
+            sys::cuDriverGetVersion(&mut driver),
+            "version of the driver",
+        )?;
         check(sys::cuDeviceGetCount(&mut count), "number of devices")?;
     }
-    (0..count).map(|ordinal| device_info(ordinal, driver)).collect()
+    (0..count)
+        .map(|ordinal| device_info(ordinal, driver))
+        .collect()
 }
 
 fn device_info(ordinal: i32, driver: i32) -> Result<DeviceInfo> {
@@ -68,21 +78,38 @@ fn device_info(ordinal: i32, driver: i32) -> Result<DeviceInfo> {
     // SAFETY: queries into local variables of the sizes given.
     unsafe {
         check(sys::cuDeviceGet(&mut device, ordinal), &what)?;
-        check(sys::cuDeviceGetName(name.as_mut_ptr(), name.len() as i32, device), &what)?;
+        check(
+            sys::cuDeviceGetName(name.as_mut_ptr(), name.len() as i32, device),
+            &what,
+        )?;
         check(sys::cuDeviceTotalMem_v2(&mut memory, device), &what)?;
     }
     let attribute = |attribute| {
         let mut value = 0;
         // SAFETY: a query into a local number.
-        check(unsafe { sys::cuDeviceGetAttribute(&mut value, attribute, device) }, &what)?;
+        check(
+            unsafe { sys::cuDeviceGetAttribute(&mut value, attribute, device) },
+            &what,
+        )?;
         Ok(value)
     };
-    let major = attribute(sys::CUdevice_attribute_enum_CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
-    let minor = attribute(sys::CUdevice_attribute_enum_CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
-    let multiprocessors = attribute(sys::CUdevice_attribute_enum_CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+    let major =
+        attribute(sys::CUdevice_attribute_enum_CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+    let minor =
+        attribute(sys::CUdevice_attribute_enum_CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+    let multiprocessors =
+        attribute(sys::CUdevice_attribute_enum_CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
     // SAFETY: the driver ends the name with a zero within the array.
-    let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
-    Ok(DeviceInfo { name, capability: (major, minor), multiprocessors, memory: memory as u64, driver })
+    let name = unsafe { CStr::from_ptr(name.as_ptr()) }
+        .to_string_lossy()
+        .into_owned();
+    Ok(DeviceInfo {
+        name,
+        capability: (major, minor),
+        multiprocessors,
+        memory: memory as u64,
+        driver,
+    })
 }
 
 /// An open device and the one stream everything is queued on.
@@ -108,7 +135,10 @@ impl Device {
     pub fn open(ordinal: usize) -> Result<Arc<Self>> {
         let known = devices()?;
         let Some(info) = known.get(ordinal).cloned() else {
-            return Err(Error::Device(format!("there is no GPU number {ordinal}: the driver shows {}", known.len())));
+            return Err(Error::Device(format!(
+                "there is no GPU number {ordinal}: the driver shows {}",
+                known.len()
+            )));
         };
         let mut device = 0;
         let mut context = ptr::null_mut();
@@ -116,13 +146,27 @@ impl Device {
         // SAFETY: handles are written to local variables; the context is made current before the stream
         // is created in it.
         unsafe {
-            check(sys::cuDeviceGet(&mut device, ordinal as i32), "opening the device")?;
-            check(sys::cuDevicePrimaryCtxRetain(&mut context, device), "creating the context")?;
+            check(
+                sys::cuDeviceGet(&mut device, ordinal as i32),
+                "opening the device",
+            )?;
+            check(
+                sys::cuDevicePrimaryCtxRetain(&mut context, device),
+                "creating the context",
+            )?;
             check(sys::cuCtxSetCurrent(context), "taking the context")?;
             let flag = sys::CUstream_flags_enum_CU_STREAM_NON_BLOCKING;
-            check(sys::cuStreamCreate(&mut stream, flag as u32), "creating a stream")?;
+            check(
+                sys::cuStreamCreate(&mut stream, flag as u32),
+                "creating a stream",
+            )?;
         }
-        Ok(Arc::new(Device { info, device, context, stream }))
+        Ok(Arc::new(Device {
+            info,
+            device,
+            context,
+            stream,
+        }))
     }
 
     /// What it is.
@@ -132,14 +176,20 @@ impl Device {
 
     fn bind(&self) -> Result<()> {
         // SAFETY: the context lives as long as `self`.
-        check(unsafe { sys::cuCtxSetCurrent(self.context) }, "taking the context")
+        check(
+            unsafe { sys::cuCtxSetCurrent(self.context) },
+            "taking the context",
+        )
     }
 
     /// Waits until everything queued has run.
     pub fn synchronize(&self) -> Result<()> {
         self.bind()?;
         // SAFETY: the stream lives as long as `self`.
-        check(unsafe { sys::cuStreamSynchronize(self.stream) }, "waiting for the device")
+        check(
+            unsafe { sys::cuStreamSynchronize(self.stream) },
+            "waiting for the device",
+        )
     }
 
     /// Bytes free and in all.
@@ -147,7 +197,10 @@ impl Device {
         self.bind()?;
         let (mut free, mut total) = (0, 0);
         // SAFETY: a query into local numbers.
-        check(unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) }, "asking for free memory")?;
+        check(
+            unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) },
+            "asking for free memory",
+        )?;
         Ok((free as u64, total as u64))
     }
 
@@ -162,10 +215,18 @@ impl Device {
         let code = unsafe { sys::cuMemAlloc_v2(&mut address, bytes.max(16)) };
         if code == sys::cudaError_enum_CUDA_ERROR_OUT_OF_MEMORY {
             let (available, _) = self.memory()?;
-            return Err(Error::OutOfMemory { what: what.to_owned(), needed: bytes as u64, available });
+            return Err(Error::OutOfMemory {
+                what: what.to_owned(),
+                needed: bytes as u64,
+                available,
+            });
         }
         check(code, what)?;
-        Ok(Memory { device: self.clone(), address, bytes })
+        Ok(Memory {
+            device: self.clone(),
+            address,
+            bytes,
+        })
     }
 
     /// Allocates host memory that the device can read and write at full speed, zeroed.
@@ -174,10 +235,17 @@ impl Device {
         let mut address = ptr::null_mut();
         // SAFETY: the address is written to a local variable, the bytes to memory just obtained.
         unsafe {
-            check(sys::cuMemHostAlloc(&mut address, bytes.max(16), 0), "allocating pinned memory")?;
+            check(
+                sys::cuMemHostAlloc(&mut address, bytes.max(16), 0),
+                "allocating pinned memory",
+            )?;
             ptr::write_bytes(address.cast::<u8>(), 0, bytes.max(16));
         }
-        Ok(Pinned { device: self.clone(), address: address.cast(), bytes })
+        Ok(Pinned {
+            device: self.clone(),
+            address: address.cast(),
+            bytes,
+        })
     }
 
     /// Copies bytes to the device and waits until they may be changed again.
@@ -185,7 +253,9 @@ impl Device {
         self.bind()?;
         // SAFETY: the caller's slice is read before the call below returns; the target is checked by the
         // driver to be device memory.
-        let code = unsafe { sys::cuMemcpyHtoDAsync_v2(to, bytes.as_ptr().cast(), bytes.len(), self.stream) };
+        let code = unsafe {
+            sys::cuMemcpyHtoDAsync_v2(to, bytes.as_ptr().cast(), bytes.len(), self.stream)
+        };
         check(code, "copying to the device")?;
         self.synchronize()
     }
@@ -194,27 +264,51 @@ impl Device {
     pub fn download(&self, from: Address, bytes: &mut [u8]) -> Result<()> {
         self.bind()?;
         // SAFETY: the slice outlives the wait below.
-        let code = unsafe { sys::cuMemcpyDtoHAsync_v2(bytes.as_mut_ptr().cast(), from, bytes.len(), self.stream) };
+        let code = unsafe {
+            sys::cuMemcpyDtoHAsync_v2(bytes.as_mut_ptr().cast(), from, bytes.len(), self.stream)
+        };
         check(code, "copying from the device")?;
         self.synchronize()
     }
 
     /// Queues a copy from pinned memory to the device.
-    pub fn queue_upload(&self, to: Address, from: &Pinned, offset: usize, bytes: usize) -> Result<()> {
-        assert!(offset + bytes <= from.bytes, "inside the pinned memory. This is a bug");
+    pub fn queue_upload(
+        &self,
+        to: Address,
+        from: &Pinned,
+        offset: usize,
+        bytes: usize,
+    ) -> Result<()> {
+        assert!(
+            offset + bytes <= from.bytes,
+            "inside the pinned memory. This is a bug"
+        );
         self.bind()?;
         // SAFETY: the range lies in `from`, whose owner keeps it and leaves it alone until an event after
         // this copy has passed.
-        let code = unsafe { sys::cuMemcpyHtoDAsync_v2(to, from.address.add(offset).cast(), bytes, self.stream) };
+        let code = unsafe {
+            sys::cuMemcpyHtoDAsync_v2(to, from.address.add(offset).cast(), bytes, self.stream)
+        };
         check(code, "copying to the device")
     }
 
     /// Queues a copy from the device to pinned memory.
-    pub fn queue_download(&self, to: &Pinned, offset: usize, from: Address, bytes: usize) -> Result<()> {
-        assert!(offset + bytes <= to.bytes, "inside the pinned memory. This is a bug");
+    pub fn queue_download(
+        &self,
+        to: &Pinned,
+        offset: usize,
+        from: Address,
+        bytes: usize,
+    ) -> Result<()> {
+        assert!(
+            offset + bytes <= to.bytes,
+            "inside the pinned memory. This is a bug"
+        );
         self.bind()?;
         // SAFETY: the range lies in `to`, whose owner reads it only after an event after this copy.
-        let code = unsafe { sys::cuMemcpyDtoHAsync_v2(to.address.add(offset).cast(), from, bytes, self.stream) };
+        let code = unsafe {
+            sys::cuMemcpyDtoHAsync_v2(to.address.add(offset).cast(), from, bytes, self.stream)
+        };
         check(code, "copying from the device")
     }
 
@@ -222,7 +316,10 @@ impl Device {
     pub fn queue_copy(&self, to: Address, from: Address, bytes: usize) -> Result<()> {
         self.bind()?;
         // SAFETY: device addresses; the driver checks that they lie in allocations.
-        check(unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes, self.stream) }, "copying on the device")
+        check(
+            unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes, self.stream) },
+            "copying on the device",
+        )
     }
 
     /// Queues the copy of `rows` runs of `bytes`, `to_pitch` and `from_pitch` bytes apart.
@@ -244,14 +341,20 @@ impl Device {
         (copy.dstDevice, copy.dstPitch) = (to, to_pitch);
         (copy.WidthInBytes, copy.Height) = (bytes, rows);
         // SAFETY: device addresses; the driver checks that they lie in allocations.
-        check(unsafe { sys::cuMemcpy2DAsync_v2(&copy, self.stream) }, "copying columns")
+        check(
+            unsafe { sys::cuMemcpy2DAsync_v2(&copy, self.stream) },
+            "copying columns",
+        )
     }
 
     /// Queues the filling of memory with a byte.
     pub fn queue_fill(&self, to: Address, value: u8, bytes: usize) -> Result<()> {
         self.bind()?;
         // SAFETY: a device address; the driver checks that it lies in an allocation.
-        check(unsafe { sys::cuMemsetD8Async(to, value, bytes, self.stream) }, "filling memory")
+        check(
+            unsafe { sys::cuMemsetD8Async(to, value, bytes, self.stream) },
+            "filling memory",
+        )
     }
 
     /// Loads machine code and finds the function called `name` in it.
@@ -262,21 +365,39 @@ impl Device {
         let mut function = ptr::null_mut();
         // SAFETY: the image is a cubin, which carries its own length; handles go to local variables.
         unsafe {
-            check(sys::cuModuleLoadData(&mut module, image.as_ptr().cast()), &format!("loading {name}"))?;
-            check(sys::cuModuleGetFunction(&mut function, module, entry.as_ptr()), &format!("finding {name}"))?;
+            check(
+                sys::cuModuleLoadData(&mut module, image.as_ptr().cast()),
+                &format!("loading {name}"),
+            )?;
+            check(
+                sys::cuModuleGetFunction(&mut function, module, entry.as_ptr()),
+                &format!("finding {name}"),
+            )?;
         }
-        Ok(Function { device: self.clone(), module, function })
+        Ok(Function {
+            device: self.clone(),
+            module,
+            function,
+        })
     }
 
     /// Queues a launch: `grid` tile blocks with these arguments.
     ///
     /// # Safety
     /// The arguments are those of the function's entry point, in order, and its contract holds.
-    pub unsafe fn launch(&self, function: &Function, grid: [usize; 3], arguments: &[Argument]) -> Result<()> {
+    pub unsafe fn launch(
+        &self,
+        function: &Function,
+        grid: [usize; 3],
+        arguments: &[Argument],
+    ) -> Result<()> {
         self.bind()?;
         let mut values = [0u64; 32];
         let mut pointers = [ptr::null_mut::<c_void>(); 32];
-        assert!(arguments.len() <= values.len(), "too many arguments. This is a bug");
+        assert!(
+            arguments.len() <= values.len(),
+            "too many arguments. This is a bug"
+        );
         for (i, argument) in arguments.iter().enumerate() {
             values[i] = match *argument {
                 Argument::Address(address) => address,
@@ -312,7 +433,10 @@ impl Device {
         self.bind()?;
         let mode = sys::CUstreamCaptureMode_enum_CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: the stream lives as long as `self` and is not recording: only this method starts one.
-        check(unsafe { sys::cuStreamBeginCapture_v2(self.stream, mode) }, "starting to record")?;
+        check(
+            unsafe { sys::cuStreamBeginCapture_v2(self.stream, mode) },
+            "starting to record",
+        )?;
         let queued = body();
         let mut graph = ptr::null_mut();
         self.bind()?;
@@ -327,14 +451,20 @@ impl Device {
             sys::cuGraphDestroy(graph);
             check(made, "preparing a recording")?;
         }
-        Ok(Recording { device: self.clone(), exec })
+        Ok(Recording {
+            device: self.clone(),
+            exec,
+        })
     }
 
     /// Queues a recording.
     pub fn replay(&self, recording: &Recording) -> Result<()> {
         self.bind()?;
         // SAFETY: both handles live.
-        check(unsafe { sys::cuGraphLaunch(recording.exec, self.stream) }, "replaying a step")
+        check(
+            unsafe { sys::cuGraphLaunch(recording.exec, self.stream) },
+            "replaying a step",
+        )
     }
 
     /// A mark that can be put in the queue.
@@ -342,8 +472,14 @@ impl Device {
         self.bind()?;
         let mut event = ptr::null_mut();
         // SAFETY: the handle is written to a local variable.
-        check(unsafe { sys::cuEventCreate(&mut event, 0) }, "creating an event")?;
-        Ok(Event { device: self.clone(), event })
+        check(
+            unsafe { sys::cuEventCreate(&mut event, 0) },
+            "creating an event",
+        )?;
+        Ok(Event {
+            device: self.clone(),
+            event,
+        })
     }
 }
 
@@ -384,7 +520,9 @@ impl From<i32> for Argument {
 
 impl From<usize> for Argument {
     fn from(value: usize) -> Self {
-        Argument::Int(i32::try_from(value).expect("sizes are checked where tensors are made. This is a bug"))
+        Argument::Int(
+            i32::try_from(value).expect("sizes are checked where tensors are made. This is a bug"),
+        )
     }
 }
 
@@ -493,21 +631,30 @@ impl Event {
     pub fn record(&self) -> Result<()> {
         self.device.bind()?;
         // SAFETY: both handles live.
-        check(unsafe { sys::cuEventRecord(self.event, self.device.stream) }, "marking the queue")
+        check(
+            unsafe { sys::cuEventRecord(self.event, self.device.stream) },
+            "marking the queue",
+        )
     }
 
     /// Waits until the queue has passed the mark; a mark never put is passed.
     pub fn wait(&self) -> Result<()> {
         self.device.bind()?;
         // SAFETY: the handle lives.
-        check(unsafe { sys::cuEventSynchronize(self.event) }, "waiting for the device")
+        check(
+            unsafe { sys::cuEventSynchronize(self.event) },
+            "waiting for the device",
+        )
     }
 
     /// Milliseconds from this mark to a later one, both passed.
     pub fn milliseconds_to(&self, end: &Event) -> Result<f32> {
         let mut time = 0.0;
         // SAFETY: a query of two live handles into a local number.
-        check(unsafe { sys::cuEventElapsedTime_v2(&mut time, self.event, end.event) }, "measuring time")?;
+        check(
+            unsafe { sys::cuEventElapsedTime_v2(&mut time, self.event, end.event) },
+            "measuring time",
+        )?;
         Ok(time)
     }
 }

@@ -12,7 +12,7 @@ use crate::driver::{Address, Argument, Device, Memory};
 use crate::kernels::{self, Type, Variant};
 use crate::store::{KernelOptions, KernelStore};
 
-/// Slots of a page.
+/// Slots of a page that attention loads as one block; pages of other sizes are gathered, slowly.
 pub const PAGE: usize = 64;
 
 /// The largest row a norm takes.
@@ -88,16 +88,30 @@ pub fn linear_plan(kind: Type, out: Type, rows: usize, n: usize, k: usize) -> Li
         }
     };
     let many = std::ptr::eq(variant.kernel, &kernels::LINEAR_MANY);
-    let grid = [rows.div_ceil(tile.1), n.div_ceil(tile.0), if many { 1 } else { splits }];
-    LinearPlan { variant, grid, split_columns }
+    let grid = [
+        rows.div_ceil(tile.1),
+        n.div_ceil(tile.0),
+        if many { 1 } else { splits },
+    ];
+    LinearPlan {
+        variant,
+        grid,
+        split_columns,
+    }
 }
 
 /// The norm kernel for rows of `width`; `residual` for the form that adds first.
 pub fn norm_variant(kind: Type, width: usize, residual: bool) -> Variant {
     let tile = width.next_power_of_two().clamp(64, WIDEST_NORM) as i32;
     let rows = (1024 / tile).max(1);
-    let variant = Variant::new(&kernels::RMS_NORM, &[kind], &[rows, tile, i32::from(residual)]);
-    variant.hints(if tile > 4096 { 8 } else { 4 }, 2).aligned(width.is_multiple_of(8))
+    let variant = Variant::new(
+        &kernels::RMS_NORM,
+        &[kind],
+        &[rows, tile, i32::from(residual)],
+    );
+    variant
+        .hints(if tile > 4096 { 8 } else { 4 }, 2)
+        .aligned(width.is_multiple_of(8))
 }
 
 /// The kernels that work on values one by one or a row at a time, in stretches of [`STRETCH`].
@@ -120,23 +134,53 @@ pub fn head_variant(kernel: &'static kernels::Kernel, kind: Type, head_dim: usiz
 /// Heads a block of those kernels.
 const HEADS: usize = 8;
 
-/// An attention kernel for `queries` query vectors a block of heads of `head_dim`.
-pub fn attention_variant(kernel: &'static kernels::Kernel, kind: Type, queries: usize, head_dim: usize) -> Variant {
+/// How an attention kernel is cut and compiled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AttentionTile {
+    /// Query vectors a block.
+    pub queries: usize,
+    /// Warps a block.
+    pub warps: i32,
+    /// Blocks a multiprocessor.
+    pub occupancy: i32,
+    /// How far ahead pages are loaded.
+    pub latency: i32,
+}
+
+/// An attention kernel for heads of `head_dim`.
+pub fn attention_variant(
+    kernel: &'static kernels::Kernel,
+    kind: Type,
+    tile: AttentionTile,
+    head_dim: usize,
+    page_size: usize,
+) -> Variant {
     let aligned = head_dim.is_multiple_of(8);
     let width = head_dim.next_power_of_two().max(16) as i32;
     if std::ptr::eq(kernel, &kernels::FOLD) {
         return Variant::new(kernel, &[kind], &[width, 0]).aligned(aligned);
     }
-    let variant = Variant::new(kernel, &[kind], &[queries as i32, width, 2]).aligned(aligned);
-    if queries > 16 { variant.hints(8, 1) } else { variant }
+    let page = if page_size == PAGE { PAGE as i32 } else { 0 };
+    let variant = Variant::new(
+        kernel,
+        &[kind],
+        &[tile.queries as i32, width, page, tile.latency],
+    );
+    variant.hints(tile.warps, tile.occupancy).aligned(aligned)
 }
 
-/// Query vectors a block of attention that a `group` of query heads can share: (few, many).
-pub fn query_blocks(kind: Type, group: usize) -> (usize, usize) {
+/// Tiles of attention for kv heads that a `group` of query heads shares: for few query vectors, for many.
+pub fn attention_tiles(kind: Type, group: usize) -> (AttentionTile, AttentionTile) {
+    let tile = |queries, warps, occupancy| AttentionTile {
+        queries,
+        warps,
+        occupancy,
+        latency: 2,
+    };
+    let least = group.next_power_of_two();
     match kind {
-        Type::F32 => (16.max(group.next_power_of_two()), 16.max(group.next_power_of_two())),
-        Type::Bf16 if group <= 16 => (16, 64),
-        Type::Bf16 => (group.next_power_of_two().max(64), group.next_power_of_two().max(64)),
+        Type::F32 => (tile(least.max(16), 4, 2), tile(least.max(16), 4, 2)),
+        Type::Bf16 => (tile(least.max(16), 4, 2), tile(least.max(64), 8, 1)),
     }
 }
 
@@ -165,8 +209,8 @@ pub struct Groups {
     pub address: Address,
     /// Groups in it; those of no rows are skipped by the kernels.
     pub count: usize,
-    /// Query vectors a group holds at most.
-    pub queries: usize,
+    /// The tile, which also says how many query vectors a group holds at most.
+    pub tile: AttentionTile,
 }
 
 /// The geometry of an attention layer and who sees whom.
@@ -178,6 +222,8 @@ pub struct AttentionPlan {
     pub kv_heads: usize,
     /// Values a head.
     pub head_dim: usize,
+    /// Slots of a page.
+    pub page_size: usize,
     /// Scores are multiplied by this.
     pub scale: f32,
     /// Whether later rows of the span are hidden.
@@ -220,7 +266,13 @@ impl Ops {
         let partials = device.alloc("partial sums", PARTIAL_BYTES)?;
         let tickets = device.alloc("tickets of partial sums", TICKETS * 4)?;
         device.queue_fill(tickets.address(), 0, TICKETS * 4)?;
-        Ok(Ops { device, kernels, partials, tickets, scratch: Mutex::default() })
+        Ok(Ops {
+            device,
+            kernels,
+            partials,
+            tickets,
+            scratch: Mutex::default(),
+        })
     }
 
     /// The device.
@@ -255,8 +307,13 @@ impl Ops {
         [rows, n, k]: [usize; 3],
     ) -> Result<()> {
         let plan = linear_plan(kind, out, rows, n, k);
-        let mut arguments: Vec<Argument> =
-            vec![y.into(), x.into(), w.into(), bias.unwrap_or(0).into(), i32::from(bias.is_some()).into()];
+        let mut arguments: Vec<Argument> = vec![
+            y.into(),
+            x.into(),
+            w.into(),
+            bias.unwrap_or(0).into(),
+            i32::from(bias.is_some()).into(),
+        ];
         if std::ptr::eq(plan.variant.kernel, &kernels::LINEAR_FEW) {
             arguments.extend([self.partials.address(), self.tickets.address()].map(Argument::from));
         }
@@ -285,18 +342,35 @@ impl Ops {
             width.into(),
             eps.into(),
         ];
-        self.launch(&variant, [rows.div_ceil(variant.sizes[0] as usize), 1, 1], &arguments)
+        self.launch(
+            &variant,
+            [rows.div_ceil(variant.sizes[0] as usize), 1, 1],
+            &arguments,
+        )
     }
 
     /// `out = silu(gate) * up` of rows `[gate, up]`, each `width` wide.
-    pub fn silu_gated(&self, out: Address, x: Address, kind: Type, [rows, width]: [usize; 2]) -> Result<()> {
+    pub fn silu_gated(
+        &self,
+        out: Address,
+        x: Address,
+        kind: Type,
+        [rows, width]: [usize; 2],
+    ) -> Result<()> {
         let variant = stretch_variant(&kernels::SILU_GATED, kind, width);
         let arguments = [out.into(), x.into(), rows.into(), width.into()];
         self.launch(&variant, [width.div_ceil(STRETCH), rows, 1], &arguments)
     }
 
     /// xIELU of `count` values; `scalars` are alpha_p, alpha_n, beta, eps.
-    pub fn xielu(&self, out: Address, x: Address, kind: Type, count: usize, scalars: [f32; 4]) -> Result<()> {
+    pub fn xielu(
+        &self,
+        out: Address,
+        x: Address,
+        kind: Type,
+        count: usize,
+        scalars: [f32; 4],
+    ) -> Result<()> {
         let variant = stretch_variant(&kernels::XIELU, kind, count);
         let mut arguments = vec![out.into(), x.into(), count.into()];
         arguments.extend(scalars.map(Argument::from));
@@ -306,7 +380,11 @@ impl Ops {
     /// `x += delta` for `count` values.
     pub fn add(&self, x: Address, delta: Address, kind: Type, count: usize) -> Result<()> {
         let variant = stretch_variant(&kernels::ADD, kind, count);
-        self.launch(&variant, [count.div_ceil(STRETCH), 1, 1], &[x.into(), delta.into(), count.into()])
+        self.launch(
+            &variant,
+            [count.div_ceil(STRETCH), 1, 1],
+            &[x.into(), delta.into(), count.into()],
+        )
     }
 
     /// `out[r] = table[indices[r]]`.
@@ -319,8 +397,14 @@ impl Ops {
         [rows, table_rows, width]: [usize; 3],
     ) -> Result<()> {
         let variant = stretch_variant(&kernels::GATHER, kind, width);
-        let arguments =
-            [out.into(), table.into(), indices.into(), rows.into(), table_rows.into(), width.into()];
+        let arguments = [
+            out.into(),
+            table.into(),
+            indices.into(),
+            rows.into(),
+            table_rows.into(),
+            width.into(),
+        ];
         self.launch(&variant, [width.div_ceil(STRETCH), rows, 1], &arguments)
     }
 
@@ -334,7 +418,13 @@ impl Ops {
         count: usize,
     ) -> Result<()> {
         let variant = Variant::new(&kernels::TAKE_TOKENS, &[], &[]);
-        let arguments = [ids.into(), sampled.into(), rows.into(), indices.into(), count.into()];
+        let arguments = [
+            ids.into(),
+            sampled.into(),
+            rows.into(),
+            indices.into(),
+            count.into(),
+        ];
         self.launch(&variant, [count.div_ceil(128), 1, 1], &arguments)
     }
 
@@ -345,7 +435,7 @@ impl Ops {
         inputs: &HeadInputs,
         step: &StepArrays,
         kind: Type,
-        [heads, kv_heads, head_dim]: [usize; 3],
+        [heads, kv_heads, head_dim, page_size]: [usize; 4],
     ) -> Result<()> {
         let flag = |address: Address, bit: i32| if address == 0 { 0 } else { bit };
         let flags = flag(inputs.query_norm, 1)
@@ -368,7 +458,7 @@ impl Ops {
             heads.into(),
             kv_heads.into(),
             head_dim.into(),
-            PAGE.into(),
+            page_size.into(),
             inputs.eps.into(),
         ];
         let blocks = heads.div_ceil(HEADS) + 2 * kv_heads.div_ceil(HEADS);
@@ -406,12 +496,22 @@ impl Ops {
         x: Address,
         step: &StepArrays,
         kind: Type,
-        [kv_heads, head_dim]: [usize; 2],
+        [kv_heads, head_dim, page_size]: [usize; 3],
     ) -> Result<()> {
-        let arguments =
-            [pool.into(), x.into(), step.slots.into(), kv_heads.into(), head_dim.into(), PAGE.into()];
+        let arguments = [
+            pool.into(),
+            x.into(),
+            step.slots.into(),
+            kv_heads.into(),
+            head_dim.into(),
+            page_size.into(),
+        ];
         let variant = head_variant(&kernels::STORE, kind, head_dim);
-        self.launch(&variant, [kv_heads.div_ceil(HEADS), step.rows, 1], &arguments)
+        self.launch(
+            &variant,
+            [kv_heads.div_ceil(HEADS), step.rows, 1],
+            &arguments,
+        )
     }
 
     /// Attention of every row. `whole`: each block folds all keys of its queries (enough queries to fill
@@ -430,6 +530,7 @@ impl Ops {
         let scale = (f64::from(plan.scale) * std::f64::consts::LOG2_E) as f32;
         let shape = [
             Argument::from(step.table_width),
+            plan.page_size.into(),
             plan.heads.into(),
             plan.kv_heads.into(),
             plan.head_dim.into(),
@@ -449,7 +550,13 @@ impl Ops {
             let mut arguments = vec![out.into()];
             arguments.extend(sources);
             arguments.extend(shape);
-            let variant = attention_variant(&kernels::ATTEND_WHOLE, kind, groups.queries, plan.head_dim);
+            let variant = attention_variant(
+                &kernels::ATTEND_WHOLE,
+                kind,
+                groups.tile,
+                plan.head_dim,
+                plan.page_size,
+            );
             return self.launch(&variant, [groups.count, plan.kv_heads, 1], &arguments);
         }
         let vectors = step.rows * plan.heads * plan.block_slots;
@@ -461,8 +568,16 @@ impl Ops {
         arguments.extend(sources);
         arguments.extend(shape);
         arguments.push(plan.block_slots.into());
-        let workers = ATTENTION_BLOCKS.div_ceil(plan.kv_heads * groups.count.max(1)).min(plan.blocks.max(1));
-        let variant = attention_variant(&kernels::ATTEND_SPLIT, kind, groups.queries, plan.head_dim);
+        let workers = ATTENTION_BLOCKS
+            .div_ceil(plan.kv_heads * groups.count.max(1))
+            .min(plan.blocks.max(1));
+        let variant = attention_variant(
+            &kernels::ATTEND_SPLIT,
+            kind,
+            groups.tile,
+            plan.head_dim,
+            plan.page_size,
+        );
         self.launch(&variant, [workers, plan.kv_heads, groups.count], &arguments)?;
         let arguments = [
             out.into(),
@@ -474,9 +589,16 @@ impl Ops {
             plan.head_dim.into(),
             i32::from(plan.causal).into(),
             plan.window.min(1 << 30).into(),
+            plan.page_size.into(),
             plan.block_slots.into(),
         ];
-        let variant = attention_variant(&kernels::FOLD, kind, 0, plan.head_dim);
+        let variant = attention_variant(
+            &kernels::FOLD,
+            kind,
+            groups.tile,
+            plan.head_dim,
+            plan.page_size,
+        );
         self.launch(&variant, [plan.heads, step.rows, 1], &arguments)
     }
 
@@ -486,12 +608,23 @@ impl Ops {
     }
 
     /// The token with the largest logit of each row, the first among equals.
-    pub fn argmax(&self, tokens: Address, logits: Address, [rows, vocab]: [usize; 2]) -> Result<()> {
+    pub fn argmax(
+        &self,
+        tokens: Address,
+        logits: Address,
+        [rows, vocab]: [usize; 2],
+    ) -> Result<()> {
         let parts = vocab.div_ceil(ARGMAX_STRETCH);
         let best = self.scratch(rows * parts * 8)?;
         let place = best + (rows * parts * 4) as Address;
         let variant = argmax_parts_variant(vocab);
-        let arguments = [best.into(), place.into(), logits.into(), rows.into(), vocab.into()];
+        let arguments = [
+            best.into(),
+            place.into(),
+            logits.into(),
+            rows.into(),
+            vocab.into(),
+        ];
         self.launch(&variant, [parts, rows, 1], &arguments)?;
         let arguments = [tokens.into(), best.into(), place.into(), parts.into()];
         self.launch(&argmax_variant(vocab), [rows, 1, 1], &arguments)
@@ -499,9 +632,15 @@ impl Ops {
 
     /// Memory that is the current op's until the next op that asks for some.
     fn scratch(&self, bytes: usize) -> Result<Address> {
-        let mut scratch = self.scratch.lock().expect("no thread panics while it holds the scratch");
+        let mut scratch = self
+            .scratch
+            .lock()
+            .expect("no thread panics while it holds the scratch");
         if scratch.last().is_none_or(|memory| memory.bytes() < bytes) {
-            scratch.push(self.device.alloc("scratch of attention", bytes.next_power_of_two().max(1 << 20))?);
+            scratch.push(self.device.alloc(
+                "scratch of attention",
+                bytes.next_power_of_two().max(1 << 20),
+            )?);
         }
         Ok(scratch.last().expect("just pushed").address())
     }
@@ -537,26 +676,89 @@ pub fn catalog() -> Vec<Variant> {
                     all.push(norm_variant(kind, width - odd, residual));
                 }
             }
-            for kernel in [&kernels::SILU_GATED, &kernels::XIELU, &kernels::GATHER, &kernels::ADD] {
+            for kernel in [
+                &kernels::SILU_GATED,
+                &kernels::XIELU,
+                &kernels::GATHER,
+                &kernels::ADD,
+            ] {
                 all.push(stretch_variant(kernel, kind, 1024 + odd));
             }
         }
         for head_dim in [16, 32, 64, 128, 256] {
-            for kernel in [&kernels::SPLIT_NORM_ROPE_STORE, &kernels::ROTATE, &kernels::STORE] {
+            for kernel in [
+                &kernels::SPLIT_NORM_ROPE_STORE,
+                &kernels::ROTATE,
+                &kernels::STORE,
+            ] {
                 all.push(head_variant(kernel, kind, head_dim));
             }
-            let (few, many) = query_blocks(kind, 1);
-            all.push(attention_variant(&kernels::FOLD, kind, 0, head_dim));
-            all.push(attention_variant(&kernels::ATTEND_SPLIT, kind, few, head_dim));
-            all.push(attention_variant(&kernels::ATTEND_SPLIT, kind, many, head_dim));
-            all.push(attention_variant(&kernels::ATTEND_WHOLE, kind, many, head_dim));
+            let (few, many) = attention_tiles(kind, 1);
+            all.push(attention_variant(&kernels::FOLD, kind, few, head_dim, PAGE));
+            all.push(attention_variant(
+                &kernels::ATTEND_SPLIT,
+                kind,
+                few,
+                head_dim,
+                PAGE,
+            ));
+            all.push(attention_variant(
+                &kernels::ATTEND_SPLIT,
+                kind,
+                many,
+                head_dim,
+                PAGE,
+            ));
+            all.push(attention_variant(
+                &kernels::ATTEND_WHOLE,
+                kind,
+                many,
+                head_dim,
+                PAGE,
+            ));
         }
     }
     for vocab in [4096, 49152, 65536, 131_072, 151_936, 262_144] {
-        all.extend([argmax_parts_variant(vocab), argmax_parts_variant(vocab + 1), argmax_variant(vocab)]);
+        all.extend([
+            argmax_parts_variant(vocab),
+            argmax_parts_variant(vocab + 1),
+            argmax_variant(vocab),
+        ]);
     }
     all.push(Variant::new(&kernels::TAKE_TOKENS, &[], &[]));
     let mut seen = std::collections::HashSet::new();
     all.retain(|variant| seen.insert(*variant));
     all
+}
+
+/// Tiles of attention that `gpu-check --sweep` tries at heads of 128 in bfloat16.
+pub fn sweep_tiles() -> Vec<AttentionTile> {
+    let tile = |(queries, warps, occupancy, latency)| AttentionTile {
+        queries,
+        warps,
+        occupancy,
+        latency,
+    };
+    [
+        (16, 4, 4, 2),
+        (16, 4, 3, 4),
+        (32, 4, 2, 2),
+        (64, 4, 2, 2),
+        (64, 4, 1, 2),
+        (64, 8, 1, 2),
+        (128, 8, 1, 2),
+    ]
+    .map(tile)
+    .into()
+}
+
+/// The variants of [`sweep_tiles`].
+pub fn sweep_catalog() -> Vec<Variant> {
+    let kernels = [&kernels::ATTEND_SPLIT, &kernels::ATTEND_WHOLE];
+    let variants = |kernel| {
+        sweep_tiles()
+            .into_iter()
+            .map(move |t| attention_variant(kernel, Type::Bf16, t, 128, PAGE))
+    };
+    kernels.into_iter().flat_map(variants).collect()
 }

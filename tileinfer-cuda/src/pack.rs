@@ -29,7 +29,11 @@ pub struct Pack {
 impl Pack {
     /// An empty pack.
     pub fn new(arch: &str, fingerprint: u64) -> Self {
-        Pack { fingerprint, arch: arch.to_owned(), kernels: BTreeMap::new() }
+        Pack {
+            fingerprint,
+            arch: arch.to_owned(),
+            kernels: BTreeMap::new(),
+        }
     }
 
     /// How many kernels it holds.
@@ -47,14 +51,17 @@ impl Pack {
         let mut encoder = DeflateEncoder::new(Vec::new(), Compression::best());
         encoder.write_all(cubin).expect("memory takes everything");
         let compressed = encoder.finish().expect("memory takes everything");
-        self.kernels.insert(name.to_owned(), (cubin.len(), compressed));
+        self.kernels
+            .insert(name.to_owned(), (cubin.len(), compressed));
     }
 
     /// The machine code of a kernel, if it is here and whole.
     pub fn get(&self, name: &str) -> Option<Vec<u8>> {
         let (len, compressed) = self.kernels.get(name)?;
         let mut cubin = Vec::with_capacity(*len);
-        DeflateDecoder::new(compressed.as_slice()).read_to_end(&mut cubin).ok()?;
+        DeflateDecoder::new(compressed.as_slice())
+            .read_to_end(&mut cubin)
+            .ok()?;
         (cubin.len() == *len).then_some(cubin)
     }
 
@@ -89,7 +96,10 @@ impl Pack {
     pub fn read(path: &Path) -> Result<Self> {
         let bytes = std::fs::read(path).map_err(|source| Error::io(path, source))?;
         Self::parse(&bytes).ok_or_else(|| {
-            Error::Device(format!("{}: not a whole kernel pack of version {VERSION}; build it anew", path.display()))
+            Error::Device(format!(
+                "{}: not a whole kernel pack of version {VERSION}; build it anew",
+                path.display()
+            ))
         })
     }
 
@@ -153,11 +163,18 @@ mod tests {
         let path = folder.path().join("x.pack");
         sample().write(&path).unwrap();
         let pack = Pack::read(&path).unwrap();
-        assert_eq!((pack.arch.as_str(), pack.fingerprint, pack.len()), ("sm_90", 0x1234_5678_9abc_def0, 2));
+        assert_eq!(
+            (pack.arch.as_str(), pack.fingerprint, pack.len()),
+            ("sm_90", 0x1234_5678_9abc_def0, 2)
+        );
         assert_eq!(pack.get("a<1>").unwrap(), [7; 1000]);
         assert_eq!(pack.get("b<2>").unwrap(), []);
         assert_eq!(pack.get("c"), None);
-        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1, "no temporary file stays");
+        assert_eq!(
+            std::fs::read_dir(folder.path()).unwrap().count(),
+            1,
+            "no temporary file stays"
+        );
     }
 
     #[test]
@@ -167,10 +184,19 @@ mod tests {
         sample().write(&path).unwrap();
         let whole = std::fs::read(&path).unwrap();
         for len in 0..whole.len() {
-            assert!(Pack::parse(&whole[..len]).is_none(), "{len} bytes of {}", whole.len());
+            assert!(
+                Pack::parse(&whole[..len]).is_none(),
+                "{len} bytes of {}",
+                whole.len()
+            );
         }
         assert!(Pack::parse(&[whole.as_slice(), b"x"].concat()).is_none());
         std::fs::write(&path, b"something else").unwrap();
-        assert!(Pack::read(&path).unwrap_err().to_string().contains("x.pack"));
+        assert!(
+            Pack::read(&path)
+                .unwrap_err()
+                .to_string()
+                .contains("x.pack")
+        );
     }
 }

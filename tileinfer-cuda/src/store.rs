@@ -38,7 +38,10 @@ pub struct KernelStore {
 /// The architectures whose machine code runs on a device, best first: its own, then older ones of the
 /// same generation.
 pub fn architectures((major, minor): (i32, i32)) -> Vec<String> {
-    (0..=minor).rev().map(|minor| format!("sm_{major}{minor}")).collect()
+    (0..=minor)
+        .rev()
+        .map(|minor| format!("sm_{major}{minor}"))
+        .collect()
 }
 
 impl KernelStore {
@@ -62,7 +65,10 @@ impl KernelStore {
                     if pack.fingerprint == kernels::fingerprint() {
                         packs.push(pack);
                     } else {
-                        tracing::warn!("{} is of another version of tileinfer and is not used", path.display());
+                        tracing::warn!(
+                            "{} is of another version of tileinfer and is not used",
+                            path.display()
+                        );
                     }
                 }
             }
@@ -83,19 +89,28 @@ impl KernelStore {
     /// # Errors
     /// [`Error::Device`] naming the kernel if no pack has it and it cannot be compiled here.
     pub fn get(&self, variant: &Variant) -> Result<Arc<Function>> {
-        let mut loaded = self.loaded.lock().expect("no thread panics while it holds the kernels");
+        let mut loaded = self
+            .loaded
+            .lock()
+            .expect("no thread panics while it holds the kernels");
         if let Some(function) = loaded.get(variant) {
             return Ok(function.clone());
         }
         let cubin = self.find(variant)?;
-        let function = Arc::new(self.device.load(&cubin, &format!("{}_entry", variant.kernel.name))?);
+        let function = Arc::new(
+            self.device
+                .load(&cubin, &format!("{}_entry", variant.kernel.name))?,
+        );
         loaded.insert(*variant, function.clone());
         Ok(function)
     }
 
     /// Names of the kernels that had to be compiled here.
     pub fn compiled(&self) -> Vec<String> {
-        self.compiled.lock().expect("no thread panics while it holds the list").clone()
+        self.compiled
+            .lock()
+            .expect("no thread panics while it holds the list")
+            .clone()
     }
 
     fn find(&self, variant: &Variant) -> Result<Vec<u8>> {
@@ -104,7 +119,9 @@ impl KernelStore {
             return Ok(cubin);
         }
         let kept = self.cache.as_ref().map(|cache| {
-            cache.join(format!("{:016x}", kernels::fingerprint())).join(format!("{}.{name}.cubin", self.arch))
+            cache
+                .join(format!("{:016x}", kernels::fingerprint()))
+                .join(format!("{}.{name}.cubin", self.arch))
         });
         if let Some(cubin) = kept.as_ref().and_then(|path| std::fs::read(path).ok()) {
             return Ok(cubin);
@@ -118,8 +135,12 @@ impl KernelStore {
             )));
         };
         tracing::info!("compiling the kernel {name} for {}", self.arch);
-        let cubin = assembler.assemble(&name, &compile::bytecode(variant, &self.arch)?, &self.arch)?;
-        self.compiled.lock().expect("no thread panics while it holds the list").push(name);
+        let cubin =
+            assembler.assemble(&name, &compile::bytecode(variant, &self.arch)?, &self.arch)?;
+        self.compiled
+            .lock()
+            .expect("no thread panics while it holds the list")
+            .push(name);
         if let Some(path) = kept {
             // A cache that cannot be written costs time, not correctness.
             if let Err(error) = keep(&path, &cubin) {

@@ -9,7 +9,12 @@ pub mod activation {
     /// `out = silu(gate) * up` of rows that hold `width` gate values, then `width` up values.
     /// Grid: (width / W, rows).
     #[cutile::entry(unchecked_accesses = true)]
-    unsafe fn silu_gated<E: ElementType, const W: i32>(out: *mut E, x: *mut E, rows: i32, width: i32) {
+    unsafe fn silu_gated<E: ElementType, const W: i32>(
+        out: *mut E,
+        x: *mut E,
+        rows: i32,
+        width: i32,
+    ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
         let free: Token = new_token_unordered();
         // Gate and up halves as the even and the odd rows of one matrix.
@@ -49,7 +54,8 @@ pub mod activation {
         let zero: Tile<f32, { [1, W] }> = constant(0.0f32, shape![1, W]);
         let one: Tile<f32, { [1, W] }> = constant(1.0f32, shape![1, W]);
         let slope: Tile<f32, { [1, W] }> = broadcast_scalar(beta, shape![1, W]);
-        let positive: Tile<f32, { [1, W] }> = broadcast_scalar(alpha_p, shape![1, W]) * value * value;
+        let positive: Tile<f32, { [1, W] }> =
+            broadcast_scalar(alpha_p, shape![1, W]) * value * value;
 
         let low: Tile<f32, { [1, W] }> = min_tile(value, broadcast_scalar(eps, shape![1, W]));
         let far: Tile<f32, { [1, W] }> = exp(low) - one;
@@ -58,10 +64,12 @@ pub mod activation {
         let c5: Tile<f32, { [1, W] }> = constant(0.008333334f32, shape![1, W]);
         let c6: Tile<f32, { [1, W] }> = constant(0.0013888889f32, shape![1, W]);
         let half: Tile<f32, { [1, W] }> = constant(0.5f32, shape![1, W]);
-        let near: Tile<f32, { [1, W] }> = low + low * low * (half + low * (c3 + low * (c4 + low * (c5 + low * c6))));
+        let near: Tile<f32, { [1, W] }> =
+            low + low * low * (half + low * (c3 + low * (c4 + low * (c5 + low * c6))));
         let edge: Tile<f32, { [1, W] }> = constant(-0.5f32, shape![1, W]);
         let expm1: Tile<f32, { [1, W] }> = select(gt_tile(low, edge), near, far);
-        let negative: Tile<f32, { [1, W] }> = (expm1 - value) * broadcast_scalar(alpha_n, shape![1, W]);
+        let negative: Tile<f32, { [1, W] }> =
+            (expm1 - value) * broadcast_scalar(alpha_n, shape![1, W]);
         let curve: Tile<f32, { [1, W] }> = select(gt_tile(value, zero), positive, negative);
         let result: Tile<E, { [1, W] }> = convert_tile(curve + slope * value);
         let out_view: Tensor<E, { [-1, -1] }> = matrix(out, 1, count, count, free);

@@ -3,8 +3,7 @@
 //! Keys stand on the left of both products, so that a page of 64 keys fills the tensor core whatever the
 //! number of queries: `S^T = K Q^T`, `O^T = V^T P^T`. Within a block of 256 keys four pages are folded with
 //! a running maximum; blocks are then folded into the result (arXiv:1805.02867). Every arithmetic step of
-//! a query's column is the same in [`attend_split`](attention) + [`fold`](attention) and in
-//! [`attend_whole`](attention), whatever stands in the columns beside it; the weights of the softmax are
+//! a query's column is the same in `attend_split` + `fold` and in `attend_whole`, whatever stands in the columns beside it; the weights of the softmax are
 //! summed by the tensor core as well, since the order of a plain reduction depends on the tile's layout.
 
 #[cutile::module]
@@ -13,67 +12,16 @@ pub mod attention {
     use super::super::views::views::*;
     use cutile::core::*;
 
-    /// One block of 256 keys, or a few, for the queries of one kv head of one group of rows.
-    /// Grid: (workers over blocks, kv heads, groups).
-    #[cutile::entry(unchecked_accesses = true)]
-    unsafe fn attend_split<E: ElementType, const BQ: i32, const D: i32, const LATENCY: i32>(
-        outputs: *mut f32,
-        maxima: *mut f32,
-        weights: *mut f32,
+    /// The query vectors of one kv head of a group of rows, one a column: query head by query head, row by
+    /// row. Columns past the group's are zero.
+    ///
+    /// # Safety
+    /// As for the entry points below.
+    unsafe fn load_queries<E: ElementType, const BQ: i32, const D: i32>(
         queries: *mut E,
-        keys: *mut E,
-        values: *mut E,
-        tables: *mut i32,
-        groups: *mut i32,
-        table_width: i32,
-        heads: i32,
-        kv_heads: i32,
-        head_dim: i32,
-        pages: i32,
-        scale: f32,
-        causal: i32,
-        window: i32,
-        block_slots: i32,
-    ) {
-        let pid: (i32, i32, i32) = get_tile_block_id();
-        let grid: (i32, i32, i32) = get_num_tile_blocks();
-        let free: Token = new_token_unordered();
-        let meta: i32 = pid.2 * 8;
-        let first_row: i32 = scalar_at(groups, meta);
-        let rows: i32 = scalar_at(groups, meta + 1);
-        let span: i32 = scalar_at(groups, meta + 2);
-        let first_position: i32 = scalar_at(groups, meta + 3);
-        let end: i32 = scalar_at(groups, meta + 4);
-        let first_page: i32 = scalar_at(groups, meta + 5);
-        let group: i32 = heads / kv_heads;
-
-        let low: i32 = max(first_position + 1 - window, 0i32);
-        let mut high: i32 = first_position + rows;
-        if causal == 0 {
-            high = min(end, first_position + rows - 1 + window);
-        }
-        if rows == 0 {
-            high = 0;
-        }
-        let first_block: i32 = low / 256;
-        let last_block: i32 = ceil_div(high, 256i32);
-
-        let turn: i32 = pid.0 + first_block;
-        let mut turns: i32 = 0;
-        if turn < last_block {
-            turns = ceil_div(last_block - turn, grid.0);
-        }
-
-        let member: Tile<i32, { [BQ, D] }> = row_numbers::<BQ, D>();
-        let lane: Tile<i32, { [BQ, D] }> = column_numbers::<BQ, D>();
-        let per_row: Tile<i32, { [BQ, D] }> = broadcast_scalar(group, shape![BQ, D]);
-        let row: Tile<i32, { [BQ, D] }> = broadcast_scalar(first_row, shape![BQ, D]) + member / per_row;
-        let head: Tile<i32, { [BQ, D] }> = broadcast_scalar(pid.1 * group, shape![BQ, D]) + member % per_row;
-        let vector: Tile<i32, { [BQ, D] }> = row * broadcast_scalar(heads, shape![BQ, D]) + head;
-        let there: Tile<bool, { [BQ, D] }> = lt_tile(member, broadcast_scalar(rows * group, shape![BQ, D]));
-        let inside: Tile<bool, { [BQ, D] }> = lt_tile(lane, broadcast_scalar(head_dim, shape![BQ, D]));
-        let live: Tile<bool, { [BQ, D] }> = there & inside;
-        let offsets: Tile<i32, { [BQ, D] }> = vector * broadcast_scalar(head_dim, shape![BQ, D]) + lane;
+        offsets: Tile<i32, { [BQ, D] }>,
+        live: Tile<bool, { [BQ, D] }>,
+    ) -> Tile<E, { [D, BQ] }> {
         let (q, _t): (Tile<E, { [BQ, D] }>, Token) = load_ptr_tko(
             addresses(queries, offsets),
             ordering::Weak,
@@ -85,14 +33,165 @@ pub mod attention {
         );
         let nothing: Tile<E, { [BQ, D] }> = constant(E::ZERO, shape![BQ, D]);
         let q: Tile<E, { [BQ, D] }> = select(live, q, nothing);
-        let q: Tile<E, { [D, BQ] }> = q.transpose();
+        q.transpose()
+    }
 
-        let k_view: Tensor<E, { [-1, -1, -1] }> = page_pool(keys, pages * kv_heads, 64i32, head_dim, free);
-        let v_view: Tensor<E, { [-1, -1, -1] }> = page_pool(values, pages * kv_heads, 64i32, head_dim, free);
-        let k_part: Partition<E, { [1, 64, D] }> = k_view.partition(shape![1, 64, D]);
-        let v_part: Partition<E, { [1, 64, D] }> = v_view.partition(shape![1, 64, D]);
+    /// Of each query vector of a group, which of all `[rows, heads]` vectors it is.
+    fn vector_numbers<const BQ: i32, const C: i32>(
+        first_row: i32,
+        heads: i32,
+        kv_head: i32,
+        group: i32,
+    ) -> Tile<i32, { [BQ, C] }> {
+        let member: Tile<i32, { [BQ, C] }> = row_numbers::<BQ, C>();
+        let per_row: Tile<i32, { [BQ, C] }> = broadcast_scalar(group, shape![BQ, C]);
+        let row: Tile<i32, { [BQ, C] }> =
+            broadcast_scalar(first_row, shape![BQ, C]) + member / per_row;
+        let head: Tile<i32, { [BQ, C] }> =
+            broadcast_scalar(kv_head * group, shape![BQ, C]) + member % per_row;
+        row * broadcast_scalar(heads, shape![BQ, C]) + head
+    }
 
-        // The positions that each query sees: from `low` up to, not including, `high`.
+    /// Keys or values of 64 positions from `first` on, `[64, D]`. With pages of 64 that is one page's block;
+    /// with others (`PAGE` = 0) each vector is fetched by itself, and those outside `low .. high` are zero.
+    ///
+    /// # Safety
+    /// As for the entry points below.
+    unsafe fn load_page<E: ElementType, const D: i32, const PAGE: i32, const LATENCY: i32>(
+        pool: *mut E,
+        table: *mut i32,
+        table_start: i32,
+        first: i32,
+        low: i32,
+        high: i32,
+        page_size: i32,
+        pages: i32,
+        kv_heads: i32,
+        kv_head: i32,
+        head_dim: i32,
+        token: Token,
+    ) -> Tile<E, { [64, D] }> {
+        let mut result: Tile<E, { [64, D] }> = constant(E::ZERO, shape![64, D]);
+        if PAGE == 64 {
+            let page: i32 = scalar_at(table, table_start + first / 64);
+            let view: Tensor<E, { [-1, -1, -1] }> =
+                page_pool(pool, pages * kv_heads, 64i32, head_dim, token);
+            let part: Partition<E, { [1, 64, D] }> = view.partition(shape![1, 64, D]);
+            let block: Tile<E, { [1, 64, D] }> =
+                part.load_pipelined::<LATENCY>([page * kv_heads + kv_head, 0i32, 0i32]);
+            result = block.reshape(shape![64, D]);
+        } else {
+            let key: Tile<i32, { [64, D] }> =
+                row_numbers::<64, D>() + broadcast_scalar(first, shape![64, D]);
+            let lane: Tile<i32, { [64, D] }> = column_numbers::<64, D>();
+            let seen: Tile<bool, { [64, D] }> = ge_tile(key, broadcast_scalar(low, shape![64, D]))
+                & lt_tile(key, broadcast_scalar(high, shape![64, D]))
+                & lt_tile(lane, broadcast_scalar(head_dim, shape![64, D]));
+            let size: Tile<i32, { [64, D] }> = broadcast_scalar(page_size, shape![64, D]);
+            let (page, _t): (Tile<i32, { [64, D] }>, Token) = load_ptr_tko(
+                addresses(
+                    table,
+                    broadcast_scalar(table_start, shape![64, D]) + key / size,
+                ),
+                ordering::Weak,
+                None::<scope::Device>,
+                Some(seen),
+                None,
+                None,
+                Latency::<0>,
+            );
+            let page: Tile<i32, { [64, D] }> = select(seen, page, constant_like::<64, D>());
+            let block: Tile<i32, { [64, D] }> = page * broadcast_scalar(kv_heads, shape![64, D])
+                + broadcast_scalar(kv_head, shape![64, D]);
+            let vector: Tile<i32, { [64, D] }> = block * size + key % size;
+            let (vectors, _t): (Tile<E, { [64, D] }>, Token) = load_ptr_tko(
+                addresses(
+                    pool,
+                    vector * broadcast_scalar(head_dim, shape![64, D]) + lane,
+                ),
+                ordering::Weak,
+                None::<scope::Device>,
+                Some(seen),
+                None,
+                None,
+                Latency::<0>,
+            );
+            result = select(seen, vectors, result);
+        }
+        result
+    }
+
+    /// Zeros.
+    fn constant_like<const R: i32, const C: i32>() -> Tile<i32, { [R, C] }> {
+        let zeros: Tile<i32, { [R, C] }> = constant(0i32, shape![R, C]);
+        zeros
+    }
+
+    /// One block of 256 keys, or a few, for the queries of one kv head of one group of rows.
+    /// Grid: (workers over blocks, kv heads, groups).
+    #[cutile::entry(unchecked_accesses = true)]
+    unsafe fn attend_split<
+        E: ElementType,
+        const BQ: i32,
+        const D: i32,
+        const PAGE: i32,
+        const LATENCY: i32,
+    >(
+        outputs: *mut f32,
+        maxima: *mut f32,
+        weights: *mut f32,
+        queries: *mut E,
+        keys: *mut E,
+        values: *mut E,
+        tables: *mut i32,
+        groups: *mut i32,
+        table_width: i32,
+        page_size: i32,
+        heads: i32,
+        kv_heads: i32,
+        head_dim: i32,
+        pages: i32,
+        scale: f32,
+        causal: i32,
+        window: i32,
+        block_slots: i32,
+    ) {
+        let pid: (i32, i32, i32) = get_tile_block_id();
+        let grid: (i32, i32, i32) = get_num_tile_blocks();
+        let meta: i32 = pid.2 * 8;
+        let kv_head: i32 = pid.1;
+        let free: Token = new_token_unordered();
+        let first_row: i32 = scalar_at(groups, meta);
+        let rows: i32 = scalar_at(groups, meta + 1);
+        let span: i32 = scalar_at(groups, meta + 2);
+        let first_position: i32 = scalar_at(groups, meta + 3);
+        let end: i32 = scalar_at(groups, meta + 4);
+        let first_page: i32 = scalar_at(groups, meta + 5);
+        let group: i32 = heads / kv_heads;
+        let table_start: i32 = span * table_width - first_page;
+
+        // What any query of the group sees: from `low` up to, not including, `high`.
+        let low: i32 = max(first_position + 1 - window, 0i32);
+        let mut high: i32 = first_position + rows;
+        if causal == 0 {
+            high = min(end, first_position + rows - 1 + window);
+        }
+        if rows == 0 {
+            high = 0;
+        }
+
+        let member: Tile<i32, { [BQ, D] }> = row_numbers::<BQ, D>();
+        let lane: Tile<i32, { [BQ, D] }> = column_numbers::<BQ, D>();
+        let vector: Tile<i32, { [BQ, D] }> =
+            vector_numbers::<BQ, D>(first_row, heads, kv_head, group);
+        let live: Tile<bool, { [BQ, D] }> =
+            lt_tile(member, broadcast_scalar(rows * group, shape![BQ, D]))
+                & lt_tile(lane, broadcast_scalar(head_dim, shape![BQ, D]));
+        let offsets: Tile<i32, { [BQ, D] }> =
+            vector * broadcast_scalar(head_dim, shape![BQ, D]) + lane;
+        let q: Tile<E, { [D, BQ] }> = load_queries::<E, BQ, D>(queries, offsets, live);
+
+        // What each query sees.
         let column: Tile<i32, { [64, BQ] }> = column_numbers::<64, BQ>();
         let position: Tile<i32, { [64, BQ] }> = broadcast_scalar(first_position, shape![64, BQ])
             + column / broadcast_scalar(group, shape![64, BQ]);
@@ -109,6 +208,12 @@ pub mod attention {
         let ones_f32: Tile<f32, { [64, 64] }> = constant(1.0f32, shape![64, 64]);
         let ones: Tile<E, { [64, 64] }> = convert_tile(ones_f32);
 
+        let turn: i32 = pid.0 + low / 256;
+        let last_block: i32 = ceil_div(high, 256i32);
+        let mut turns: i32 = 0;
+        if turn < last_block {
+            turns = ceil_div(last_block - turn, grid.0);
+        }
         for j in 0i32..turns {
             let block: i32 = turn + j * grid.0;
             let first: i32 = max(block * 4, low / 64);
@@ -117,30 +222,60 @@ pub mod attention {
             let mut l: Tile<f32, { [64, BQ] }> = constant(0.0f32, shape![64, BQ]);
             let mut o: Tile<f32, { [D, BQ] }> = constant(0.0f32, shape![D, BQ]);
             for p in first..last {
-                let page: i32 = scalar_at(tables, span * table_width + p - first_page);
-                let slot: i32 = page * kv_heads + pid.1;
-                let k: Tile<E, { [1, 64, D] }> = k_part.load_pipelined::<LATENCY>([slot, 0i32, 0i32]);
-                let k: Tile<E, { [64, D] }> = k.reshape(shape![64, D]);
-                let v: Tile<E, { [1, 64, D] }> = v_part.load_pipelined::<LATENCY>([slot, 0i32, 0i32]);
-                let v: Tile<E, { [64, D] }> = v.reshape(shape![64, D]);
+                let k: Tile<E, { [64, D] }> = load_page::<E, D, PAGE, LATENCY>(
+                    keys,
+                    tables,
+                    table_start,
+                    p * 64,
+                    low,
+                    high,
+                    page_size,
+                    pages,
+                    kv_heads,
+                    kv_head,
+                    head_dim,
+                    free,
+                );
+                let v: Tile<E, { [64, D] }> = load_page::<E, D, PAGE, LATENCY>(
+                    values,
+                    tables,
+                    table_start,
+                    p * 64,
+                    low,
+                    high,
+                    page_size,
+                    pages,
+                    kv_heads,
+                    kv_head,
+                    head_dim,
+                    free,
+                );
                 let empty: Tile<f32, { [64, BQ] }> = constant(0.0f32, shape![64, BQ]);
                 let s: Tile<f32, { [64, BQ] }> = mma(k, q, empty);
-                let key: Tile<i32, { [64, BQ] }> = broadcast_scalar(p * 64, shape![64, BQ]) + number;
+                let key: Tile<i32, { [64, BQ] }> =
+                    broadcast_scalar(p * 64, shape![64, BQ]) + number;
                 let seen: Tile<bool, { [64, BQ] }> = ge_tile(key, lows) & lt_tile(key, highs);
                 let s: Tile<f32, { [64, BQ] }> = select(seen, s * scales, hidden);
                 let top: Tile<f32, { [BQ] }> = reduce_max(s, 0);
                 let top: Tile<f32, { [1, BQ] }> = max_tile(m, top.reshape(shape![1, BQ]));
                 let old: Tile<f32, { [1, BQ] }> = exp2(m - top, ftz::Disabled);
-                let e: Tile<f32, { [64, BQ] }> = exp2(s - top.broadcast(shape![64, BQ]), ftz::Disabled);
+                let e: Tile<f32, { [64, BQ] }> =
+                    exp2(s - top.broadcast(shape![64, BQ]), ftz::Disabled);
                 let e: Tile<E, { [64, BQ] }> = convert_tile(e);
                 l = mma(ones, e, l * old.broadcast(shape![64, BQ]));
                 let v: Tile<E, { [D, 64] }> = v.transpose();
                 o = mma(v, e, o * old.broadcast(shape![D, BQ]));
                 m = top;
             }
-            let place: Tile<i32, { [BQ, D] }> = vector * broadcast_scalar(block_slots, shape![BQ, D])
-                + broadcast_scalar(block - first_page / 4, shape![BQ, D]);
-            let to: Tile<i32, { [BQ, D] }> = place * broadcast_scalar(head_dim, shape![BQ, D]) + lane;
+            let total: Tile<f32, { [BQ] }> = reduce_max(l, 0);
+            let total: Tile<f32, { [1, BQ] }> = total.reshape(shape![1, BQ]);
+
+            let slot: i32 = block - first_page * page_size / 256;
+            let place: Tile<i32, { [BQ, D] }> = vector
+                * broadcast_scalar(block_slots, shape![BQ, D])
+                + broadcast_scalar(slot, shape![BQ, D]);
+            let to: Tile<i32, { [BQ, D] }> =
+                place * broadcast_scalar(head_dim, shape![BQ, D]) + lane;
             let _stored: Token = store_ptr_tko(
                 addresses(outputs, to),
                 o.transpose(),
@@ -151,13 +286,12 @@ pub mod attention {
                 Latency::<0>,
             );
             let member: Tile<i32, { [BQ, 1] }> = row_numbers::<BQ, 1>();
-            let per_row: Tile<i32, { [BQ, 1] }> = broadcast_scalar(group, shape![BQ, 1]);
-            let row: Tile<i32, { [BQ, 1] }> = broadcast_scalar(first_row, shape![BQ, 1]) + member / per_row;
-            let head: Tile<i32, { [BQ, 1] }> = broadcast_scalar(pid.1 * group, shape![BQ, 1]) + member % per_row;
-            let vector: Tile<i32, { [BQ, 1] }> = row * broadcast_scalar(heads, shape![BQ, 1]) + head;
-            let there: Tile<bool, { [BQ, 1] }> = lt_tile(member, broadcast_scalar(rows * group, shape![BQ, 1]));
+            let there: Tile<bool, { [BQ, 1] }> =
+                lt_tile(member, broadcast_scalar(rows * group, shape![BQ, 1]));
+            let vector: Tile<i32, { [BQ, 1] }> =
+                vector_numbers::<BQ, 1>(first_row, heads, kv_head, group);
             let to: Tile<i32, { [BQ, 1] }> = vector * broadcast_scalar(block_slots, shape![BQ, 1])
-                + broadcast_scalar(block - first_page / 4, shape![BQ, 1]);
+                + broadcast_scalar(slot, shape![BQ, 1]);
             let _stored: Token = store_ptr_tko(
                 addresses(maxima, to),
                 m.reshape(shape![BQ, 1]),
@@ -167,7 +301,6 @@ pub mod attention {
                 None,
                 Latency::<0>,
             );
-            let total: Tile<f32, { [BQ] }> = reduce_max(l, 0);
             let _stored: Token = store_ptr_tko(
                 addresses(weights, to),
                 total.reshape(shape![BQ, 1]),
@@ -180,7 +313,7 @@ pub mod attention {
         }
     }
 
-    /// Folds what [`attend_split`] left for one query vector, block by block. Grid: (heads, rows).
+    /// Folds what `attend_split` left for one query vector, block by block. Grid: (heads, rows).
     #[cutile::entry(unchecked_accesses = true)]
     unsafe fn fold<E: ElementType, const D: i32, const LATENCY: i32>(
         out: *mut E,
@@ -192,6 +325,7 @@ pub mod attention {
         head_dim: i32,
         causal: i32,
         window: i32,
+        page_size: i32,
         block_slots: i32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
@@ -205,10 +339,11 @@ pub mod attention {
             high = min(end, position + window);
         }
         let vector: i32 = pid.1 * heads + pid.0;
-        let base: i32 = vector * block_slots - first_page / 4;
+        let base: i32 = vector * block_slots - first_page * page_size / 256;
 
         let lane: Tile<i32, { [1, D] }> = column_numbers::<1, D>();
-        let inside: Tile<bool, { [1, D] }> = lt_tile(lane, broadcast_scalar(head_dim, shape![1, D]));
+        let inside: Tile<bool, { [1, D] }> =
+            lt_tile(lane, broadcast_scalar(head_dim, shape![1, D]));
         let mut m: Tile<f32, { [1, 1] }> = constant(-1.0e30f32, shape![1, 1]);
         let mut l: Tile<f32, { [1, 1] }> = constant(0.0f32, shape![1, 1]);
         let mut o: Tile<f32, { [1, D] }> = constant(0.0f32, shape![1, D]);
@@ -232,7 +367,8 @@ pub mod attention {
                 None,
                 Latency::<LATENCY>,
             );
-            let from: Tile<i32, { [1, D] }> = broadcast_scalar((base + block) * head_dim, shape![1, D]) + lane;
+            let from: Tile<i32, { [1, D] }> =
+                broadcast_scalar((base + block) * head_dim, shape![1, D]) + lane;
             let (o_block, _t): (Tile<f32, { [1, D] }>, Token) = load_ptr_tko(
                 addresses(outputs, from),
                 ordering::Weak,
@@ -271,7 +407,13 @@ pub mod attention {
     /// All blocks of the queries of one kv head of one group of rows, folded on the way.
     /// Grid: (groups, kv heads).
     #[cutile::entry(unchecked_accesses = true)]
-    unsafe fn attend_whole<E: ElementType, const BQ: i32, const D: i32, const LATENCY: i32>(
+    unsafe fn attend_whole<
+        E: ElementType,
+        const BQ: i32,
+        const D: i32,
+        const PAGE: i32,
+        const LATENCY: i32,
+    >(
         out: *mut E,
         queries: *mut E,
         keys: *mut E,
@@ -279,6 +421,7 @@ pub mod attention {
         tables: *mut i32,
         groups: *mut i32,
         table_width: i32,
+        page_size: i32,
         heads: i32,
         kv_heads: i32,
         head_dim: i32,
@@ -288,8 +431,9 @@ pub mod attention {
         window: i32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
-        let free: Token = new_token_unordered();
         let meta: i32 = pid.0 * 8;
+        let kv_head: i32 = pid.1;
+        let free: Token = new_token_unordered();
         let first_row: i32 = scalar_at(groups, meta);
         let rows: i32 = scalar_at(groups, meta + 1);
         let span: i32 = scalar_at(groups, meta + 2);
@@ -297,7 +441,9 @@ pub mod attention {
         let end: i32 = scalar_at(groups, meta + 4);
         let first_page: i32 = scalar_at(groups, meta + 5);
         let group: i32 = heads / kv_heads;
+        let table_start: i32 = span * table_width - first_page;
 
+        // What any query of the group sees: from `low` up to, not including, `high`.
         let low: i32 = max(first_position + 1 - window, 0i32);
         let mut high: i32 = first_position + rows;
         if causal == 0 {
@@ -309,32 +455,16 @@ pub mod attention {
 
         let member: Tile<i32, { [BQ, D] }> = row_numbers::<BQ, D>();
         let lane: Tile<i32, { [BQ, D] }> = column_numbers::<BQ, D>();
-        let per_row: Tile<i32, { [BQ, D] }> = broadcast_scalar(group, shape![BQ, D]);
-        let row: Tile<i32, { [BQ, D] }> = broadcast_scalar(first_row, shape![BQ, D]) + member / per_row;
-        let head: Tile<i32, { [BQ, D] }> = broadcast_scalar(pid.1 * group, shape![BQ, D]) + member % per_row;
-        let vector: Tile<i32, { [BQ, D] }> = row * broadcast_scalar(heads, shape![BQ, D]) + head;
-        let there: Tile<bool, { [BQ, D] }> = lt_tile(member, broadcast_scalar(rows * group, shape![BQ, D]));
-        let inside: Tile<bool, { [BQ, D] }> = lt_tile(lane, broadcast_scalar(head_dim, shape![BQ, D]));
-        let live: Tile<bool, { [BQ, D] }> = there & inside;
-        let offsets: Tile<i32, { [BQ, D] }> = vector * broadcast_scalar(head_dim, shape![BQ, D]) + lane;
-        let (q, _t): (Tile<E, { [BQ, D] }>, Token) = load_ptr_tko(
-            addresses(queries, offsets),
-            ordering::Weak,
-            None::<scope::Device>,
-            Some(live),
-            None,
-            None,
-            Latency::<0>,
-        );
-        let nothing: Tile<E, { [BQ, D] }> = constant(E::ZERO, shape![BQ, D]);
-        let q: Tile<E, { [BQ, D] }> = select(live, q, nothing);
-        let q: Tile<E, { [D, BQ] }> = q.transpose();
+        let vector: Tile<i32, { [BQ, D] }> =
+            vector_numbers::<BQ, D>(first_row, heads, kv_head, group);
+        let live: Tile<bool, { [BQ, D] }> =
+            lt_tile(member, broadcast_scalar(rows * group, shape![BQ, D]))
+                & lt_tile(lane, broadcast_scalar(head_dim, shape![BQ, D]));
+        let offsets: Tile<i32, { [BQ, D] }> =
+            vector * broadcast_scalar(head_dim, shape![BQ, D]) + lane;
+        let q: Tile<E, { [D, BQ] }> = load_queries::<E, BQ, D>(queries, offsets, live);
 
-        let k_view: Tensor<E, { [-1, -1, -1] }> = page_pool(keys, pages * kv_heads, 64i32, head_dim, free);
-        let v_view: Tensor<E, { [-1, -1, -1] }> = page_pool(values, pages * kv_heads, 64i32, head_dim, free);
-        let k_part: Partition<E, { [1, 64, D] }> = k_view.partition(shape![1, 64, D]);
-        let v_part: Partition<E, { [1, 64, D] }> = v_view.partition(shape![1, 64, D]);
-
+        // What each query sees.
         let column: Tile<i32, { [64, BQ] }> = column_numbers::<64, BQ>();
         let position: Tile<i32, { [64, BQ] }> = broadcast_scalar(first_position, shape![64, BQ])
             + column / broadcast_scalar(group, shape![64, BQ]);
@@ -361,21 +491,45 @@ pub mod attention {
             let mut l: Tile<f32, { [64, BQ] }> = constant(0.0f32, shape![64, BQ]);
             let mut o: Tile<f32, { [D, BQ] }> = constant(0.0f32, shape![D, BQ]);
             for p in first..last {
-                let page: i32 = scalar_at(tables, span * table_width + p - first_page);
-                let slot: i32 = page * kv_heads + pid.1;
-                let k: Tile<E, { [1, 64, D] }> = k_part.load_pipelined::<LATENCY>([slot, 0i32, 0i32]);
-                let k: Tile<E, { [64, D] }> = k.reshape(shape![64, D]);
-                let v: Tile<E, { [1, 64, D] }> = v_part.load_pipelined::<LATENCY>([slot, 0i32, 0i32]);
-                let v: Tile<E, { [64, D] }> = v.reshape(shape![64, D]);
+                let k: Tile<E, { [64, D] }> = load_page::<E, D, PAGE, LATENCY>(
+                    keys,
+                    tables,
+                    table_start,
+                    p * 64,
+                    low,
+                    high,
+                    page_size,
+                    pages,
+                    kv_heads,
+                    kv_head,
+                    head_dim,
+                    free,
+                );
+                let v: Tile<E, { [64, D] }> = load_page::<E, D, PAGE, LATENCY>(
+                    values,
+                    tables,
+                    table_start,
+                    p * 64,
+                    low,
+                    high,
+                    page_size,
+                    pages,
+                    kv_heads,
+                    kv_head,
+                    head_dim,
+                    free,
+                );
                 let empty: Tile<f32, { [64, BQ] }> = constant(0.0f32, shape![64, BQ]);
                 let s: Tile<f32, { [64, BQ] }> = mma(k, q, empty);
-                let key: Tile<i32, { [64, BQ] }> = broadcast_scalar(p * 64, shape![64, BQ]) + number;
+                let key: Tile<i32, { [64, BQ] }> =
+                    broadcast_scalar(p * 64, shape![64, BQ]) + number;
                 let seen: Tile<bool, { [64, BQ] }> = ge_tile(key, lows) & lt_tile(key, highs);
                 let s: Tile<f32, { [64, BQ] }> = select(seen, s * scales, hidden);
                 let top: Tile<f32, { [BQ] }> = reduce_max(s, 0);
                 let top: Tile<f32, { [1, BQ] }> = max_tile(m, top.reshape(shape![1, BQ]));
                 let old: Tile<f32, { [1, BQ] }> = exp2(m - top, ftz::Disabled);
-                let e: Tile<f32, { [64, BQ] }> = exp2(s - top.broadcast(shape![64, BQ]), ftz::Disabled);
+                let e: Tile<f32, { [64, BQ] }> =
+                    exp2(s - top.broadcast(shape![64, BQ]), ftz::Disabled);
                 let e: Tile<E, { [64, BQ] }> = convert_tile(e);
                 l = mma(ones, e, l * old.broadcast(shape![64, BQ]));
                 let v: Tile<E, { [D, 64] }> = v.transpose();
@@ -384,10 +538,17 @@ pub mod attention {
             }
             let total: Tile<f32, { [BQ] }> = reduce_max(l, 0);
             let total: Tile<f32, { [1, BQ] }> = total.reshape(shape![1, BQ]);
+
             let top: Tile<f32, { [1, BQ] }> = max_tile(m_all, m);
             let old: Tile<f32, { [1, BQ] }> = exp2(m_all - top, ftz::Disabled);
             let new: Tile<f32, { [1, BQ] }> = exp2(m - top, ftz::Disabled);
-            l_all = fma(total, new, l_all * old, rounding::NearestEven, ftz::Disabled);
+            l_all = fma(
+                total,
+                new,
+                l_all * old,
+                rounding::NearestEven,
+                ftz::Disabled,
+            );
             o_all = fma(
                 o,
                 new.broadcast(shape![D, BQ]),
@@ -397,7 +558,8 @@ pub mod attention {
             );
             m_all = top;
         }
-        let result: Tile<E, { [D, BQ] }> = convert_tile(true_div(o_all, l_all.broadcast(shape![D, BQ])));
+        let result: Tile<E, { [D, BQ] }> =
+            convert_tile(true_div(o_all, l_all.broadcast(shape![D, BQ])));
         let _stored: Token = store_ptr_tko(
             addresses(out, offsets),
             result.transpose(),

@@ -99,8 +99,7 @@ pub mod linear {
                     Some(taken),
                     Latency::<0>,
                 );
-                let r_view: Tensor<f32, { [-1, -1] }> =
-                    matrix(partials, slots * BN, BT, BT, taken);
+                let r_view: Tensor<f32, { [-1, -1] }> = matrix(partials, slots * BN, BT, BT, taken);
                 let r_part: Partition<f32, { [BN, BT] }> = r_view.partition(shape![BN, BT]);
                 let mut sum: Tile<f32, { [BN, BT] }> = constant(0.0f32, shape![BN, BT]);
                 for s in 0i32..splits {

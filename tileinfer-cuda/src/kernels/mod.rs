@@ -116,7 +116,9 @@ const SOURCES: &[&str] = &[
 pub fn fingerprint() -> u64 {
     // FNV-1a: this guards against mistakes, not against people.
     let bytes = SOURCES.iter().flat_map(|source| source.bytes());
-    bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
+    bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    })
 }
 
 /// A kernel with everything filled in that is compiled into it.
@@ -172,13 +174,22 @@ impl Variant {
     /// The generic arguments, in order.
     pub fn generics(&self) -> Vec<String> {
         let types = self.types.iter().flatten().map(|t| t.name().to_owned());
-        types.chain(self.sizes[..self.size_count].iter().map(i32::to_string)).collect()
+        types
+            .chain(self.sizes[..self.size_count].iter().map(i32::to_string))
+            .collect()
     }
 
     /// A number of its own for each variant, quick to compare.
     fn identity(&self) -> (usize, [Option<Type>; 2], [i32; 5], i32, i32, bool) {
         let kernel = std::ptr::from_ref(self.kernel) as usize;
-        (kernel, self.types, self.sizes, self.warps, self.occupancy, self.aligned)
+        (
+            kernel,
+            self.types,
+            self.sizes,
+            self.warps,
+            self.occupancy,
+            self.aligned,
+        )
     }
 }
 
@@ -200,8 +211,18 @@ impl std::hash::Hash for Variant {
 impl fmt::Display for Variant {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let aligned = if self.aligned { "aligned" } else { "any" };
-        let Variant { kernel, warps, occupancy, .. } = self;
-        write!(f, "{}<{}>-w{warps}-o{occupancy}-{aligned}", kernel.name, self.generics().join(","))
+        let Variant {
+            kernel,
+            warps,
+            occupancy,
+            ..
+        } = self;
+        write!(
+            f,
+            "{}<{}>-w{warps}-o{occupancy}-{aligned}",
+            kernel.name,
+            self.generics().join(",")
+        )
     }
 }
 

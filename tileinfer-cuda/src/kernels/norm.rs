@@ -36,14 +36,19 @@ pub mod norm {
             value = convert_tile(sum);
         }
         let squares: Tile<f32, { [R] }> = reduce_sum(value * value, 1);
-        let mean: Tile<f32, { [R] }> = true_div(squares, broadcast_scalar(convert_scalar::<f32>(width), shape![R]));
-        let scale: Tile<f32, { [R] }> = rsqrt(mean + broadcast_scalar(eps, shape![R]), ftz::Disabled);
+        let mean: Tile<f32, { [R] }> = true_div(
+            squares,
+            broadcast_scalar(convert_scalar::<f32>(width), shape![R]),
+        );
+        let scale: Tile<f32, { [R] }> =
+            rsqrt(mean + broadcast_scalar(eps, shape![R]), ftz::Disabled);
         let scale: Tile<f32, { [R, 1] }> = scale.reshape(shape![R, 1]);
         let w_view: Tensor<E, { [-1, -1] }> = matrix(weight, 1, width, width, free);
         let w_part: Partition<E, { [1, W] }> = w_view.partition(shape![1, W]);
         let w: Tile<E, { [1, W] }> = w_part.load([0i32, 0i32]);
         let w: Tile<f32, { [1, W] }> = convert_tile(w);
-        let normed: Tile<f32, { [R, W] }> = value * scale.broadcast(shape![R, W]) * w.broadcast(shape![R, W]);
+        let normed: Tile<f32, { [R, W] }> =
+            value * scale.broadcast(shape![R, W]) * w.broadcast(shape![R, W]);
         let normed: Tile<E, { [R, W] }> = convert_tile(normed);
         let out_view: Tensor<E, { [-1, -1] }> = matrix(out, rows, width, width, free);
         let mut out_part: PartitionMut<E, { [R, W] }> = out_view.partition_full_mut(shape![R, W]);

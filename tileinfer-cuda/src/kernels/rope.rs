@@ -31,13 +31,15 @@ pub mod rope {
     ) {
         let half: i32 = head_dim / 2;
         let lane: Tile<i32, { [HB, P] }> = column_numbers::<HB, P>();
-        let head: Tile<i32, { [HB, P] }> = row_numbers::<HB, P>() + broadcast_scalar(first_head, shape![HB, P]);
+        let head: Tile<i32, { [HB, P] }> =
+            row_numbers::<HB, P>() + broadcast_scalar(first_head, shape![HB, P]);
         let inside: Tile<bool, { [HB, P] }> = lt_tile(lane, broadcast_scalar(half, shape![HB, P]));
         let there: Tile<bool, { [HB, P] }> = lt_tile(head, broadcast_scalar(heads, shape![HB, P]));
         let live: Tile<bool, { [HB, P] }> = inside & there;
         let dims: Tile<i32, { [HB, P] }> = broadcast_scalar(head_dim, shape![HB, P]);
         let halves: Tile<i32, { [HB, P] }> = broadcast_scalar(half, shape![HB, P]);
-        let from: Tile<i32, { [HB, P] }> = broadcast_scalar(x_first, shape![HB, P]) + head * dims + lane;
+        let from: Tile<i32, { [HB, P] }> =
+            broadcast_scalar(x_first, shape![HB, P]) + head * dims + lane;
         let (a, _t): (Tile<E, { [HB, P] }>, Token) = load_ptr_tko(
             addresses(x, from),
             ordering::Weak,
@@ -63,9 +65,11 @@ pub mod rope {
             let a32: Tile<f32, { [HB, P] }> = convert_tile(a);
             let b32: Tile<f32, { [HB, P] }> = convert_tile(b);
             let squares: Tile<f32, { [HB] }> = reduce_sum(a32 * a32 + b32 * b32, 1);
-            let count: Tile<f32, { [HB] }> = broadcast_scalar(convert_scalar::<f32>(head_dim), shape![HB]);
+            let count: Tile<f32, { [HB] }> =
+                broadcast_scalar(convert_scalar::<f32>(head_dim), shape![HB]);
             let mean: Tile<f32, { [HB] }> = true_div(squares, count);
-            let factor: Tile<f32, { [HB] }> = rsqrt(mean + broadcast_scalar(eps, shape![HB]), ftz::Disabled);
+            let factor: Tile<f32, { [HB] }> =
+                rsqrt(mean + broadcast_scalar(eps, shape![HB]), ftz::Disabled);
             let factor: Tile<f32, { [HB, 1] }> = factor.reshape(shape![HB, 1]);
             let factor: Tile<f32, { [HB, P] }> = factor.broadcast(shape![HB, P]);
             let (wa, _t): (Tile<E, { [HB, P] }>, Token) = load_ptr_tko(
@@ -92,7 +96,8 @@ pub mod rope {
             b = convert_tile(b32 * factor * wb);
         }
         if turned == 1 {
-            let at: Tile<i32, { [HB, P] }> = broadcast_scalar(position * half, shape![HB, P]) + lane;
+            let at: Tile<i32, { [HB, P] }> =
+                broadcast_scalar(position * half, shape![HB, P]) + lane;
             let (c, _t): (Tile<f32, { [HB, P] }>, Token) = load_ptr_tko(
                 addresses(cos, at),
                 ordering::Weak,
@@ -116,8 +121,10 @@ pub mod rope {
             let zero: Tile<f32, { [HB, P] }> = constant(0.0f32, shape![HB, P]);
             let minus: Tile<f32, { [HB, P] }> = zero - b32 * s;
             let plus: Tile<f32, { [HB, P] }> = a32 * s;
-            let ra: Tile<E, { [HB, P] }> = convert_tile(fma(a32, c, minus, rounding::NearestEven, ftz::Disabled));
-            let rb: Tile<E, { [HB, P] }> = convert_tile(fma(b32, c, plus, rounding::NearestEven, ftz::Disabled));
+            let ra: Tile<E, { [HB, P] }> =
+                convert_tile(fma(a32, c, minus, rounding::NearestEven, ftz::Disabled));
+            let rb: Tile<E, { [HB, P] }> =
+                convert_tile(fma(b32, c, plus, rounding::NearestEven, ftz::Disabled));
             let ra: Tile<f32, { [HB, P] }> = convert_tile(ra);
             let rb: Tile<f32, { [HB, P] }> = convert_tile(rb);
             let scales: Tile<f32, { [HB, P] }> = broadcast_scalar(scale, shape![HB, P]);
@@ -204,10 +211,24 @@ pub mod rope {
         if pid.0 < q_blocks {
             let first: i32 = pid.0 * HB;
             let scale: f32 = scale_at(query_scale, position, scaled);
-            let vector: Tile<i32, { [HB, P] }> = local + broadcast_scalar(row * heads + first, shape![HB, P]);
+            let vector: Tile<i32, { [HB, P] }> =
+                local + broadcast_scalar(row * heads + first, shape![HB, P]);
             heads_of_part::<E, HB, P>(
-                queries, vector, qkv, row * width, q_weight, q_norm, cos, sin, turned, scale, first, heads, head_dim,
-                position, eps,
+                queries,
+                vector,
+                qkv,
+                row * width,
+                q_weight,
+                q_norm,
+                cos,
+                sin,
+                turned,
+                scale,
+                first,
+                heads,
+                head_dim,
+                position,
+                eps,
             );
         } else {
             let slot: i32 = scalar_at(slots, row);
@@ -217,18 +238,45 @@ pub mod rope {
             let is_value: i32 = turn / kv_blocks;
             turn = turn % kv_blocks;
             let first: i32 = turn * HB;
-            let head: Tile<i32, { [HB, P] }> = local + broadcast_scalar(page * kv_heads + first, shape![HB, P]);
-            let vector: Tile<i32, { [HB, P] }> =
-                head * broadcast_scalar(page_size, shape![HB, P]) + broadcast_scalar(offset, shape![HB, P]);
+            let head: Tile<i32, { [HB, P] }> =
+                local + broadcast_scalar(page * kv_heads + first, shape![HB, P]);
+            let vector: Tile<i32, { [HB, P] }> = head * broadcast_scalar(page_size, shape![HB, P])
+                + broadcast_scalar(offset, shape![HB, P]);
             if is_value == 0 {
                 heads_of_part::<E, HB, P>(
-                    keys, vector, qkv, row * width + heads * head_dim, k_weight, k_norm, cos, sin, turned, 1.0f32,
-                    first, kv_heads, head_dim, position, eps,
+                    keys,
+                    vector,
+                    qkv,
+                    row * width + heads * head_dim,
+                    k_weight,
+                    k_norm,
+                    cos,
+                    sin,
+                    turned,
+                    1.0f32,
+                    first,
+                    kv_heads,
+                    head_dim,
+                    position,
+                    eps,
                 );
             } else {
                 heads_of_part::<E, HB, P>(
-                    values, vector, qkv, row * width + (heads + kv_heads) * head_dim, k_weight, 0i32, cos, sin, 0i32,
-                    1.0f32, first, kv_heads, head_dim, position, eps,
+                    values,
+                    vector,
+                    qkv,
+                    row * width + (heads + kv_heads) * head_dim,
+                    k_weight,
+                    0i32,
+                    cos,
+                    sin,
+                    0i32,
+                    1.0f32,
+                    first,
+                    kv_heads,
+                    head_dim,
+                    position,
+                    eps,
                 );
             }
         }
@@ -253,7 +301,20 @@ pub mod rope {
         let vector: Tile<i32, { [HB, P] }> =
             row_numbers::<HB, P>() + broadcast_scalar(pid.1 * heads + first, shape![HB, P]);
         heads_of_part::<E, HB, P>(
-            x, vector, x, pid.1 * heads * head_dim, x, 0i32, cos, sin, 1i32, scale, first, heads, head_dim, position,
+            x,
+            vector,
+            x,
+            pid.1 * heads * head_dim,
+            x,
+            0i32,
+            cos,
+            sin,
+            1i32,
+            scale,
+            first,
+            heads,
+            head_dim,
+            position,
             0.0f32,
         );
     }
@@ -275,13 +336,26 @@ pub mod rope {
         let first: i32 = pid.0 * HB;
         let head: Tile<i32, { [HB, P] }> =
             row_numbers::<HB, P>() + broadcast_scalar(page * kv_heads + first, shape![HB, P]);
-        let vector: Tile<i32, { [HB, P] }> =
-            head * broadcast_scalar(page_size, shape![HB, P]) + broadcast_scalar(offset, shape![HB, P]);
+        let vector: Tile<i32, { [HB, P] }> = head * broadcast_scalar(page_size, shape![HB, P])
+            + broadcast_scalar(offset, shape![HB, P]);
         let none: PointerTile<*mut f32, { [] }> = ptr_to_ptr(pointer_to_tile(x));
         let none: *mut f32 = tile_to_pointer(none);
         heads_of_part::<E, HB, P>(
-            pool, vector, x, pid.1 * kv_heads * head_dim, x, 0i32, none, none, 0i32, 1.0f32, first, kv_heads, head_dim,
-            0i32, 0.0f32,
+            pool,
+            vector,
+            x,
+            pid.1 * kv_heads * head_dim,
+            x,
+            0i32,
+            none,
+            none,
+            0i32,
+            1.0f32,
+            first,
+            kv_heads,
+            head_dim,
+            0i32,
+            0.0f32,
         );
     }
 }

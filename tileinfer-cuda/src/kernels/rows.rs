@@ -48,9 +48,16 @@ pub mod rows {
     /// `ids[rows[i]] = sampled[indices[i]]` for `count` pairs, rows and indices one after the other in
     /// `pairs`. Grid: (count / 128).
     #[cutile::entry(unchecked_accesses = true)]
-    unsafe fn take_tokens(ids: *mut i32, sampled: *mut i32, rows: *mut i32, indices: *mut i32, count: i32) {
+    unsafe fn take_tokens(
+        ids: *mut i32,
+        sampled: *mut i32,
+        rows: *mut i32,
+        indices: *mut i32,
+        count: i32,
+    ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
-        let i: Tile<i32, { [1, 128] }> = broadcast_scalar(pid.0 * 128, shape![1, 128]) + column_numbers::<1, 128>();
+        let i: Tile<i32, { [1, 128] }> =
+            broadcast_scalar(pid.0 * 128, shape![1, 128]) + column_numbers::<1, 128>();
         let there: Tile<bool, { [1, 128] }> = lt_tile(i, broadcast_scalar(count, shape![1, 128]));
         let nothing: Tile<i32, { [1, 128] }> = constant(0i32, shape![1, 128]);
         let (row, _t): (Tile<i32, { [1, 128] }>, Token) = load_ptr_tko(

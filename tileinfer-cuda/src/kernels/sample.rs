@@ -22,7 +22,8 @@ pub mod sample {
         let view: Tensor<f32, { [-1, -1] }> = matrix(logits, rows, vocab, vocab, free);
         let part: Partition<f32, { [1, W] }> = view.partition(shape![1, W]);
         let value: Tile<f32, { [1, W] }> = part.load([pid.1, pid.0]);
-        let number: Tile<i32, { [1, W] }> = column_numbers::<1, W>() + broadcast_scalar(pid.0 * W, shape![1, W]);
+        let number: Tile<i32, { [1, W] }> =
+            column_numbers::<1, W>() + broadcast_scalar(pid.0 * W, shape![1, W]);
         let inside: Tile<bool, { [1, W] }> = lt_tile(number, broadcast_scalar(vocab, shape![1, W]));
         let least: Tile<f32, { [1, W] }> = constant(f32::NEG_INFINITY, shape![1, W]);
         let value: Tile<f32, { [1, W] }> = select(inside, value, least);

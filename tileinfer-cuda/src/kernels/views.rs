@@ -17,7 +17,9 @@ pub mod views {
         stride: i32,
         token: Token,
     ) -> Tensor<E, { [-1, -1] }> {
-        let shape: Shape<{ [-1, -1] }> = Shape::<{ [-1, -1] }> { dims: &[rows, cols] };
+        let shape: Shape<{ [-1, -1] }> = Shape::<{ [-1, -1] }> {
+            dims: &[rows, cols],
+        };
         let strides: Array<{ [-1, 1] }> = Array::<{ [-1, 1] }> { dims: &[stride] };
         let base: PointerTile<*mut E, { [] }> = pointer_to_tile(base);
         make_tensor_view(base, shape, strides, token)
@@ -34,9 +36,13 @@ pub mod views {
         head_dim: i32,
         token: Token,
     ) -> Tensor<E, { [-1, -1, -1] }> {
-        let shape: Shape<{ [-1, -1, -1] }> = Shape::<{ [-1, -1, -1] }> { dims: &[blocks, slots, head_dim] };
+        let shape: Shape<{ [-1, -1, -1] }> = Shape::<{ [-1, -1, -1] }> {
+            dims: &[blocks, slots, head_dim],
+        };
         let block: i32 = slots * head_dim;
-        let strides: Array<{ [-1, -1, 1] }> = Array::<{ [-1, -1, 1] }> { dims: &[block, head_dim] };
+        let strides: Array<{ [-1, -1, 1] }> = Array::<{ [-1, -1, 1] }> {
+            dims: &[block, head_dim],
+        };
         let base: PointerTile<*mut E, { [] }> = pointer_to_tile(base);
         make_tensor_view(base, shape, strides, token)
     }
