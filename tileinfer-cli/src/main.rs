@@ -1,2 +1,54 @@
-//! The tileinfer command.
-fn main() {}
+//! The `tileinfer` command: verbs, and what they print. Model text and JSON go to stdout, all else to stderr.
+
+mod args;
+mod bench;
+mod eval;
+mod open;
+mod run;
+mod tokenize;
+mod voice;
+
+use std::process::ExitCode;
+use std::time::Instant;
+
+use clap::Parser;
+
+use args::{Cli, Verb};
+
+fn main() -> ExitCode {
+    let start = Instant::now();
+    let cli = Cli::parse();
+    let result = match &cli.verb {
+        Verb::Run(args) => run::run(args, start),
+        Verb::Tokenize(args) => tokenize::tokenize(args),
+        Verb::Eval(args) => eval::eval(args),
+        Verb::Bench(args) => bench::bench(args),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        // Whoever read our output has seen enough.
+        Err(error) if is_closed_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("tileinfer: {error:#}");
+            ExitCode::from(if error.is::<WrongUsage>() { 2 } else { 1 })
+        }
+    }
+}
+
+/// The command line asks for something that makes no sense: exit code 2.
+#[derive(Debug)]
+struct WrongUsage(String);
+
+impl std::fmt::Display for WrongUsage {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for WrongUsage {}
+
+fn is_closed_pipe(error: &anyhow::Error) -> bool {
+    error.chain().filter_map(|cause| cause.downcast_ref::<std::io::Error>()).any(|error| {
+        error.kind() == std::io::ErrorKind::BrokenPipe
+    })
+}

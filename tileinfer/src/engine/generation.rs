@@ -1,0 +1,195 @@
+//! One request on its way: what is known of it, what of that is cached, and when it is over.
+
+use std::sync::Arc;
+
+use crate::kv::{PageCopy, Sequence};
+use crate::sampling::{RowSampler, SamplingParams, TokenCounts};
+use crate::{Error, Result};
+
+/// Why an answer ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FinishReason {
+    /// The model chose an end token, or the text reached a stop string.
+    Stop,
+    /// The tokens asked for are there, or the context is full.
+    Length,
+}
+
+impl FinishReason {
+    /// The word that OpenAI's API uses.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            FinishReason::Stop => "stop",
+            FinishReason::Length => "length",
+        }
+    }
+}
+
+/// How to continue a prompt.
+#[derive(Debug, Clone)]
+pub struct GenerationOptions {
+    /// From logits to the distribution that tokens are drawn from.
+    pub sampling: Arc<SamplingParams>,
+    /// Key of the noise; with the position it decides every draw.
+    pub seed: u64,
+    /// Tokens at most; without a number, to the end of the context.
+    pub max_tokens: Option<usize>,
+    /// Tokens that end the answer (and belong to it).
+    pub stop_ids: Arc<[u32]>,
+    /// Ids from here on are never chosen: rows of the head that no token has.
+    pub vocabulary: usize,
+    /// How many of the likeliest tokens to report with each chosen one; none: not even its own log
+    /// probability.
+    pub top_logprobs: Option<usize>,
+}
+
+/// See the module's first line.
+#[derive(Debug)]
+pub struct Generation {
+    pub(super) sequence: Sequence,
+    /// The prompt, then what was generated.
+    pub(super) tokens: Vec<u32>,
+    pub(super) prompt_tokens: usize,
+    pub(super) cached_tokens: usize,
+    /// Positions that launched steps cover; those of a step in flight are not in `sequence` yet.
+    pub(super) launched: usize,
+    /// Whether a step in flight will bring a token.
+    pub(super) awaits: bool,
+    /// Copies that the next step has to make first.
+    pub(super) copies: Vec<PageCopy>,
+    /// How often it was preempted: what a step launched before brings is of no use after.
+    pub(super) epoch: u32,
+    pub(super) counts: Option<Arc<TokenCounts>>,
+    pub(super) finish: Option<FinishReason>,
+    pub(super) options: GenerationOptions,
+    limit: usize,
+}
+
+impl Generation {
+    /// Continues `prompt` after what `sequence` has cached of it; whatever else it holds is dropped. At least
+    /// the last token of the prompt is run. `max_length` is the longest sequence the model can process.
+    pub fn new(mut sequence: Sequence, prompt: &[u32], options: GenerationOptions, max_length: usize) -> Result<Self> {
+        if prompt.is_empty() {
+            return Err(Error::usage("the prompt is empty: there is nothing to continue"));
+        }
+        if prompt.len() >= max_length {
+            return Err(Error::ContextFull { needed: prompt.len() + 1, limit: max_length });
+        }
+        options.sampling.validate()?;
+        let prefix = sequence.common_prefix(prompt).min(prompt.len() - 1);
+        let cached_tokens = sequence.truncate(prefix);
+        let limit = options.max_tokens.map_or(max_length, |most| max_length.min(prompt.len().saturating_add(most)));
+        let counts = options.sampling.has_penalties().then(|| Arc::new(TokenCounts::new(prompt)));
+        Ok(Generation {
+            sequence,
+            tokens: prompt.to_vec(),
+            prompt_tokens: prompt.len(),
+            cached_tokens,
+            launched: cached_tokens,
+            awaits: false,
+            copies: Vec::new(),
+            epoch: 0,
+            counts,
+            finish: if limit == prompt.len() { Some(FinishReason::Length) } else { None },
+            options,
+            limit,
+        })
+    }
+
+    /// The generated tokens, an end token included.
+    pub fn generated(&self) -> &[u32] {
+        &self.tokens[self.prompt_tokens..]
+    }
+
+    /// Tokens of the prompt.
+    pub fn prompt_tokens(&self) -> usize {
+        self.prompt_tokens
+    }
+
+    /// Tokens of the prompt that were cached at the start.
+    pub fn cached_tokens(&self) -> usize {
+        self.cached_tokens
+    }
+
+    /// Tokens whose keys and values are cached.
+    pub fn cached_now(&self) -> usize {
+        self.sequence.len()
+    }
+
+    /// Why it ended, if it has.
+    pub fn finish(&self) -> Option<FinishReason> {
+        self.finish
+    }
+
+    /// Ends it from outside: a stop string was reached, or nobody listens any more.
+    pub fn end(&mut self, reason: FinishReason) {
+        self.finish.get_or_insert(reason);
+    }
+
+    /// Whether the whole prompt has been launched.
+    pub fn is_decoding(&self) -> bool {
+        self.launched >= self.prompt_tokens
+    }
+
+    /// Gives its pages back, to be run again later from the first token on. The text stays the same.
+    pub fn preempt(&mut self) {
+        self.sequence.release();
+        self.copies.clear();
+        self.launched = 0;
+        self.awaits = false;
+        self.epoch += 1;
+    }
+
+    /// Takes the sequence, which holds the prompt and every generated token but the last.
+    pub fn into_sequence(self) -> Sequence {
+        self.sequence
+    }
+
+    /// Rows that can be launched now: what is known and has not run, or the one token that a step in flight
+    /// will bring, where nothing about its successor depends on which token it is.
+    pub fn ready_rows(&self) -> usize {
+        if self.finish.is_some() {
+            return 0;
+        }
+        let known = self.tokens.len() - self.launched.min(self.tokens.len());
+        if known > 0 {
+            return known;
+        }
+        let successor = self.launched + 1;
+        usize::from(self.awaits && self.counts.is_none() && successor < self.limit)
+    }
+
+    /// Whether the next row is the token that a step in flight will bring.
+    pub(super) fn runs_ahead(&self) -> bool {
+        self.launched >= self.tokens.len()
+    }
+
+    /// The sampler of the token that follows `position`, after `drafts` that are not part of the text yet.
+    pub(super) fn sampler(&self, position: usize, drafts: &[u32]) -> RowSampler {
+        RowSampler {
+            params: self.options.sampling.clone(),
+            counts: self.counts.clone(),
+            drafts: drafts.to_vec(),
+            mask: None,
+            seed: self.options.seed,
+            position: position as u64,
+            vocabulary: self.options.vocabulary,
+            top_logprobs: self.options.top_logprobs,
+        }
+    }
+
+    /// Appends a token, and says whether it was the last.
+    pub(super) fn accept(&mut self, token: u32) -> bool {
+        self.tokens.push(token);
+        if let Some(counts) = &mut self.counts {
+            // A sampler in flight may still hold the counts; they are copied only then.
+            Arc::make_mut(counts).push_output(token);
+        }
+        if self.options.stop_ids.contains(&token) {
+            self.finish = Some(FinishReason::Stop);
+        } else if self.tokens.len() >= self.limit {
+            self.finish = Some(FinishReason::Length);
+        }
+        self.finish.is_some()
+    }
+}

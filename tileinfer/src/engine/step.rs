@@ -1,0 +1,256 @@
+//! The decode loop: plan, launch, read, commit, over any number of sequences. Up to the runner's depth of
+//! steps are in flight; a token that has not been read yet is fed to the next step on the device.
+
+use std::collections::VecDeque;
+
+use super::generation::{FinishReason, Generation};
+use crate::kv::{PagePool, Sequence};
+use crate::runner::{Batch, Input, Rows, Runner, RunnerLimits, Span, Ticket, Want};
+use crate::sampling::Sampled;
+use crate::{Error, Result};
+
+/// Names a generation in a [`StepLoop`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Slot {
+    index: usize,
+    serial: u64,
+}
+
+/// What a plan gives one generation in the next step.
+#[derive(Debug, Clone)]
+pub struct Planned {
+    /// Whom.
+    pub slot: Slot,
+    /// How many of its [`Generation::ready_rows`].
+    pub rows: usize,
+    /// Tokens that may follow, to be verified in the same step. Only with all ready rows.
+    pub drafts: Vec<u32>,
+}
+
+/// What a step brought one generation.
+#[derive(Debug, Clone)]
+pub struct Advance {
+    /// Whom.
+    pub slot: Slot,
+    /// Its new tokens: none for a chunk of prefill, several where drafts were accepted.
+    pub tokens: Vec<Sampled>,
+    /// Drafts that were verified in it.
+    pub drafted: usize,
+    /// Why it ended, if it has.
+    pub finish: Option<FinishReason>,
+}
+
+/// A runner, its pages and the generations on it.
+pub struct StepLoop {
+    runner: Box<dyn Runner>,
+    pool: PagePool,
+    slots: Vec<Option<(u64, Generation)>>,
+    serial: u64,
+    flight: VecDeque<InFlight>,
+}
+
+/// A step that has been launched and not read.
+struct InFlight {
+    ticket: Ticket,
+    spans: Vec<SpanInFlight>,
+}
+
+struct SpanInFlight {
+    slot: Slot,
+    start: usize,
+    rows: usize,
+    drafts: Vec<u32>,
+    samples: bool,
+    /// [`Generation::epoch`] at the launch.
+    epoch: u32,
+}
+
+impl StepLoop {
+    /// A loop over `runner`, all pages free.
+    pub fn new(runner: Box<dyn Runner>) -> Self {
+        let pool = PagePool::new(runner.limits().pages);
+        StepLoop { runner, pool, slots: Vec::new(), serial: 0, flight: VecDeque::new() }
+    }
+
+    /// What the runner can hold and do.
+    pub fn limits(&self) -> &RunnerLimits {
+        self.runner.limits()
+    }
+
+    /// What a person calls the device.
+    pub fn device(&self) -> String {
+        self.runner.device()
+    }
+
+    /// The pages.
+    pub fn pool(&self) -> &PagePool {
+        &self.pool
+    }
+
+    /// The runner, for what is not generation. No step may be in flight.
+    pub fn runner(&mut self) -> Result<&mut dyn Runner> {
+        match self.flight.len() {
+            0 => Ok(self.runner.as_mut()),
+            steps => Err(Error::Bug(format!("{steps} steps are in flight"))),
+        }
+    }
+
+    /// Steps launched and not committed.
+    pub fn in_flight(&self) -> usize {
+        self.flight.len()
+    }
+
+    /// An empty sequence.
+    pub fn new_sequence(&self) -> Sequence {
+        Sequence::new(&self.pool, self.limits().kv.page_size)
+    }
+
+    /// Takes a generation in.
+    pub fn admit(&mut self, generation: Generation) -> Slot {
+        self.serial += 1;
+        let index = self.slots.iter().position(Option::is_none).unwrap_or_else(|| {
+            self.slots.push(None);
+            self.slots.len() - 1
+        });
+        self.slots[index] = Some((self.serial, generation));
+        Slot { index, serial: self.serial }
+    }
+
+    /// The generation in `slot`.
+    pub fn get(&self, slot: Slot) -> Option<&Generation> {
+        self.slots.get(slot.index)?.as_ref().filter(|(serial, _)| *serial == slot.serial).map(|(_, found)| found)
+    }
+
+    /// The generation in `slot`, to change.
+    pub fn get_mut(&mut self, slot: Slot) -> Option<&mut Generation> {
+        self.slots.get_mut(slot.index)?.as_mut().filter(|(serial, _)| *serial == slot.serial).map(|(_, found)| found)
+    }
+
+    /// Takes a generation out, finished or not. What a step in flight does for it is dropped: pages that it
+    /// writes to may be handed on at once, since later steps run after it.
+    pub fn remove(&mut self, slot: Slot) -> Option<Generation> {
+        self.get(slot)?;
+        self.slots[slot.index].take().map(|(_, generation)| generation)
+    }
+
+    /// Makes sure that `rows` more rows of a generation have pages, letting go of what no window sees any
+    /// more if that helps.
+    pub fn reserve(&mut self, slot: Slot, rows: usize) -> Result<()> {
+        let window = self.limits().window;
+        let generation = self.get_mut(slot).ok_or_else(|| unknown(slot))?;
+        let (start, sequence) = (generation.launched, &mut generation.sequence);
+        let copies = match (sequence.reserve(start, start + rows), window) {
+            (Err(Error::OutOfPages { .. }), Some(window)) => {
+                sequence.retire_before(sequence.len().saturating_sub(window));
+                sequence.reserve(start, start + rows)?
+            }
+            (result, _) => result?,
+        };
+        generation.copies.extend(copies);
+        Ok(())
+    }
+
+    /// Launches what `plan` says (nothing for an empty plan) and commits the oldest step in flight, if there
+    /// are as many as the runner wants or nothing was launched.
+    pub fn advance(&mut self, plan: &[Planned]) -> Result<Vec<Advance>> {
+        if !plan.is_empty() {
+            self.launch(plan)?;
+            if self.flight.len() < self.limits().depth {
+                return Ok(Vec::new());
+            }
+        }
+        self.commit()
+    }
+
+    fn launch(&mut self, plan: &[Planned]) -> Result<()> {
+        let mut batch = Batch::default();
+        let mut spans = Vec::with_capacity(plan.len());
+        for planned in plan {
+            self.reserve(planned.slot, planned.rows + planned.drafts.len())?;
+        }
+        // Where each generation's token stands among the samples of the step before.
+        let newest = self.flight.back().map_or(&[][..], |step| &step.spans);
+        let sampling: Vec<Slot> = newest.iter().filter(|span| span.samples).map(|span| span.slot).collect();
+        for Planned { slot, rows, drafts } in plan {
+            let generation = self.get(*slot).ok_or_else(|| unknown(*slot))?;
+            if *rows == 0 || *rows > generation.ready_rows() {
+                return Err(Error::Bug(format!("{rows} rows planned where {} are ready", generation.ready_rows())));
+            }
+            let (start, end) = (generation.launched, generation.launched + rows);
+            let samples = end >= generation.tokens.len();
+            let input = if generation.runs_ahead() {
+                let index = sampling.iter().position(|sampled| sampled == slot);
+                Input::Previous(index.ok_or_else(|| Error::Bug("no step in flight brings its token".to_owned()))? as u32)
+            } else {
+                Input::Ids([&generation.tokens[start..end], drafts].concat())
+            };
+            let want = if samples {
+                let sample = (0..=drafts.len()).map(|i| generation.sampler(end + i, &drafts[..i])).collect();
+                let rows = if drafts.is_empty() { Rows::Last } else { Rows::All };
+                Want { rows, sample, ..Want::default() }
+            } else {
+                Want::default()
+            };
+            if !drafts.is_empty() && (*rows != 1 || !samples || generation.runs_ahead()) {
+                return Err(Error::Bug("drafts follow one known last token".to_owned()));
+            }
+            batch.copies.extend(generation.copies.iter().map(|copy| copy.pages()));
+            batch.spans.push(Span { input, start, table: generation.sequence.table(), want });
+            let (rows, drafts, epoch) = (*rows, drafts.clone(), generation.epoch);
+            spans.push(SpanInFlight { slot: *slot, start, rows, drafts, samples, epoch });
+        }
+        let ticket = self.runner.launch(&batch)?;
+        for span in &spans {
+            if let Some(generation) = self.get_mut(span.slot) {
+                generation.copies.clear();
+                generation.launched += span.rows + span.drafts.len();
+                generation.awaits = span.samples;
+            }
+        }
+        self.flight.push_back(InFlight { ticket, spans });
+        Ok(())
+    }
+
+    fn commit(&mut self) -> Result<Vec<Advance>> {
+        let Some(step) = self.flight.pop_front() else { return Ok(Vec::new()) };
+        let output = self.runner.read(step.ticket)?;
+        let still_in_flight = |flight: &VecDeque<InFlight>, slot| {
+            flight.iter().any(|step| step.spans.iter().any(|span| span.slot == slot && span.samples))
+        };
+        let mut advances = Vec::with_capacity(step.spans.len());
+        for (span, output) in step.spans.into_iter().zip(output.spans) {
+            let awaits = still_in_flight(&self.flight, span.slot);
+            let Some(generation) = self.get_mut(span.slot) else { continue };
+            if generation.finish.is_some() || generation.epoch != span.epoch {
+                // It ended, or was preempted, while this step was in flight.
+                continue;
+            }
+            let cached: Vec<u32> = generation.tokens[span.start..span.start + span.rows].to_vec();
+            generation.sequence.append(&cached)?;
+            let mut tokens = Vec::new();
+            for (i, sampled) in output.sampled.into_iter().enumerate() {
+                let token = sampled.token;
+                tokens.push(sampled);
+                let accepted = span.drafts.get(i) == Some(&token);
+                if generation.accept(token) || !accepted {
+                    break;
+                }
+                generation.sequence.append(&[token])?;
+            }
+            generation.awaits = awaits;
+            if generation.finish.is_some() || !span.drafts.is_empty() {
+                let len = generation.sequence.len();
+                generation.sequence.truncate(len);
+                generation.launched = len;
+                generation.awaits = false;
+            }
+            let finish = generation.finish;
+            advances.push(Advance { slot: span.slot, tokens, drafted: span.drafts.len(), finish });
+        }
+        Ok(advances)
+    }
+}
+
+fn unknown(slot: Slot) -> Error {
+    Error::Bug(format!("no generation is in slot {}", slot.index))
+}

