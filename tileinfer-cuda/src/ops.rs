@@ -100,8 +100,8 @@ pub fn linear_plan(kind: Type, out: Type, rows: usize, n: usize, k: usize) -> Li
     }
 }
 
-/// The norm kernel for rows of `width`; `residual` for the form that adds first.
-pub fn norm_variant(kind: Type, width: usize, residual: bool) -> Variant {
+/// The norm kernel from rows of type `stream` and of `width` to rows of `kind`; `residual` for the form that adds first.
+pub fn norm_variant(stream: Type, kind: Type, width: usize, residual: bool) -> Variant {
     let tile = width.next_power_of_two().clamp(64, WIDEST_NORM) as i32;
     let rows = (1024 / tile).max(1);
     let variant = Variant::new(
@@ -115,8 +115,8 @@ pub fn norm_variant(kind: Type, width: usize, residual: bool) -> Variant {
 }
 
 /// The kernels that work on values one by one or a row at a time, in stretches of [`STRETCH`].
-pub fn stretch_variant(kernel: &'static kernels::Kernel, kind: Type, width: usize) -> Variant {
-    Variant::new(kernel, &[kind], &[STRETCH as i32]).aligned(width.is_multiple_of(8))
+pub fn stretch_variant(kernel: &'static kernels::Kernel, types: &[Type], width: usize) -> Variant {
+    Variant::new(kernel, types, &[STRETCH as i32]).aligned(width.is_multiple_of(8))
 }
 
 /// Values a block of the elementwise kernels.
@@ -328,25 +328,15 @@ impl Ops {
         x: Address,
         delta: Option<Address>,
         weight: Address,
-        kind: Type,
+        [stream, kind]: [Type; 2],
         [rows, width]: [usize; 2],
         eps: f32,
     ) -> Result<()> {
-        let variant = norm_variant(kind, width, delta.is_some());
-        let arguments = [
-            out.into(),
-            x.into(),
-            delta.unwrap_or(0).into(),
-            weight.into(),
-            rows.into(),
-            width.into(),
-            eps.into(),
-        ];
-        self.launch(
-            &variant,
-            [rows.div_ceil(variant.sizes[0] as usize), 1, 1],
-            &arguments,
-        )
+        let variant = norm_variant(stream, kind, width, delta.is_some());
+        let addresses = [out, x, delta.unwrap_or(0), weight].map(Argument::from);
+        let numbers = [rows.into(), width.into(), eps.into()];
+        let grid = [rows.div_ceil(variant.sizes[0] as usize), 1, 1];
+        self.launch(&variant, grid, &[&addresses[..], &numbers].concat())
     }
 
     /// `out = silu(gate) * up` of rows `[gate, up]`, each `width` wide.
@@ -357,7 +347,7 @@ impl Ops {
         kind: Type,
         [rows, width]: [usize; 2],
     ) -> Result<()> {
-        let variant = stretch_variant(&kernels::SILU_GATED, kind, width);
+        let variant = stretch_variant(&kernels::SILU_GATED, &[kind], width);
         let arguments = [out.into(), x.into(), rows.into(), width.into()];
         self.launch(&variant, [width.div_ceil(STRETCH), rows, 1], &arguments)
     }
@@ -371,41 +361,45 @@ impl Ops {
         count: usize,
         scalars: [f32; 4],
     ) -> Result<()> {
-        let variant = stretch_variant(&kernels::XIELU, kind, count);
+        let variant = stretch_variant(&kernels::XIELU, &[kind], count);
         let mut arguments = vec![out.into(), x.into(), count.into()];
         arguments.extend(scalars.map(Argument::from));
         self.launch(&variant, [count.div_ceil(STRETCH), 1, 1], &arguments)
     }
 
-    /// `x += delta` for `count` values.
-    pub fn add(&self, x: Address, delta: Address, kind: Type, count: usize) -> Result<()> {
-        let variant = stretch_variant(&kernels::ADD, kind, count);
-        self.launch(
-            &variant,
-            [count.div_ceil(STRETCH), 1, 1],
-            &[x.into(), delta.into(), count.into()],
-        )
+    /// `x += delta` for `count` values of two types.
+    pub fn add(&self, x: Address, delta: Address, types: [Type; 2], count: usize) -> Result<()> {
+        let variant = stretch_variant(&kernels::ADD, &types, count);
+        self.launch(&variant, [count.div_ceil(STRETCH), 1, 1], &[x.into(), delta.into(), count.into()])
     }
 
-    /// `out[r] = table[indices[r]]`.
+    /// `out[r] = table[indices[r]]`, from one type to another.
     pub fn gather(
         &self,
         out: Address,
         table: Address,
         indices: Address,
-        kind: Type,
+        [from, to]: [Type; 2],
         [rows, table_rows, width]: [usize; 3],
     ) -> Result<()> {
-        let variant = stretch_variant(&kernels::GATHER, kind, width);
-        let arguments = [
-            out.into(),
-            table.into(),
-            indices.into(),
-            rows.into(),
-            table_rows.into(),
-            width.into(),
-        ];
+        let variant = stretch_variant(&kernels::GATHER, &[from, to], width);
+        let arguments = [out.into(), table.into(), indices.into(), rows.into(), table_rows.into(), width.into()];
         self.launch(&variant, [width.div_ceil(STRETCH), rows, 1], &arguments)
+    }
+
+    /// Copies `columns` columns of every row from one type to another. Addresses are those of the first
+    /// column, widths those of whole rows.
+    pub fn copy_columns(
+        &self,
+        (out, out_width): (Address, usize),
+        (x, x_width): (Address, usize),
+        [from, to]: [Type; 2],
+        [rows, columns]: [usize; 2],
+    ) -> Result<()> {
+        let variant = Variant::new(&kernels::COPY_COLUMNS, &[from, to], &[STRETCH as i32]);
+        let arguments =
+            [out.into(), x.into(), rows.into(), columns.into(), out_width.into(), x_width.into()];
+        self.launch(&variant, [columns.div_ceil(STRETCH), rows, 1], &arguments)
     }
 
     /// `ids[rows[i]] = sampled[indices[i]]`.
@@ -671,19 +665,22 @@ pub fn catalog() -> Vec<Variant> {
                     }
                 }
             }
-            for width in [64, 128, 256, 512, 1024, 2048, 4096, 8192] {
-                for residual in [false, true] {
-                    all.push(norm_variant(kind, width - odd, residual));
+            for stream in [kind, Type::F32] {
+                for width in [64, 128, 256, 512, 1024, 2048, 4096, 8192] {
+                    for residual in [false, true] {
+                        all.push(norm_variant(stream, kind, width - odd, residual));
+                    }
                 }
             }
-            for kernel in [
-                &kernels::SILU_GATED,
-                &kernels::XIELU,
-                &kernels::GATHER,
-                &kernels::ADD,
-            ] {
-                all.push(stretch_variant(kernel, kind, 1024 + odd));
+            for kernel in [&kernels::SILU_GATED, &kernels::XIELU] {
+                all.push(stretch_variant(kernel, &[kind], 1024 + odd));
             }
+            for to in [kind, Type::F32] {
+                all.push(stretch_variant(&kernels::GATHER, &[kind, to], 1024 + odd));
+                all.push(stretch_variant(&kernels::ADD, &[to, kind], 1024 + odd));
+                all.push(Variant::new(&kernels::COPY_COLUMNS, &[to, kind], &[STRETCH as i32]));
+            }
+            all.push(stretch_variant(&kernels::ADD, &[Type::F32; 2], 1024 + odd));
         }
         for head_dim in [16, 32, 64, 128, 256] {
             for kernel in [

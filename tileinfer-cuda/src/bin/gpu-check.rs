@@ -360,9 +360,7 @@ impl Checker {
                         out.at(),
                         x.at(),
                         delta,
-                        w.at(),
-                        kind,
-                        [rows, width],
+                        w.at(), [kind; 2], [rows, width],
                         1e-6,
                     )?;
                     let (got, left) = (self.read(&out)?, self.read(&x)?);
@@ -431,7 +429,7 @@ impl Checker {
                 let b = self.values(kind, count, 1.0);
                 let want: Vec<f32> = a.iter().zip(&b).map(|(a, b)| round(kind, a + b)).collect();
                 let (a, b) = (self.array(kind, &a)?, self.array(kind, &b)?);
-                self.ops.add(a.at(), b.at(), kind, count)?;
+                self.ops.add(a.at(), b.at(), [kind; 2], count)?;
                 let got = self.read(&a)?;
                 self.same(&format!("add {kind:?} {count}"), &got, &want);
             }
@@ -564,8 +562,7 @@ impl Checker {
                         q2.at(),
                         q2.at(),
                         None,
-                        qw.at(),
-                        kind,
+                        qw.at(), [kind; 2],
                         [rows * heads, head_dim],
                         1e-6,
                     )?;
@@ -573,8 +570,7 @@ impl Checker {
                         k2.at(),
                         k2.at(),
                         None,
-                        kw.at(),
-                        kind,
+                        kw.at(), [kind; 2],
                         [rows * kv_heads, head_dim],
                         1e-6,
                     )?;
@@ -836,8 +832,7 @@ impl Checker {
             self.ops.gather(
                 out.at(),
                 table.at(),
-                indices.at(),
-                kind,
+                indices.at(), [kind; 2],
                 [picks.len(), 50, width],
             )?;
             let got = self.read(&out)?;
@@ -945,9 +940,7 @@ impl Checker {
                 y.at(),
                 x.at(),
                 Some(pool.address()),
-                noise.at(),
-                kind,
-                [1, 4096],
+                noise.at(), [Type::F32, kind], [1, 4096],
                 1e-6,
             )
         })?;

@@ -87,6 +87,7 @@ kernels! {
     SILU_GATED = activation::silu_gated(out x width; );
     XIELU = activation::xielu(out x count; );
     GATHER = rows::gather(out table width; );
+    COPY_COLUMNS = rows::copy_columns(out x columns out_width x_width; );
     ADD = rows::add(x delta count; );
     TAKE_TOKENS = rows::take_tokens(; );
     SPLIT_NORM_ROPE_STORE = rope::split_norm_rope_store(queries keys values qkv head_dim; );

@@ -7,13 +7,13 @@ pub mod norm {
     use super::super::views::views::*;
     use cutile::core::*;
 
-    /// `out = rms_norm(x) * weight`; with `DELTA` = 1, `x += delta` (rounded, written back) before.
+    /// `out = rms_norm(x) * weight`; with `DELTA` = 1, `x += delta` (written back) before.
     /// Grid: (rows / R).
     #[cutile::entry(unchecked_accesses = true)]
-    unsafe fn rms_norm<E: ElementType, const R: i32, const W: i32, const DELTA: i32>(
+    unsafe fn rms_norm<X: ElementType, E: ElementType, const R: i32, const W: i32, const DELTA: i32>(
         out: *mut E,
-        x: *mut E,
-        delta: *mut E,
+        x: *mut X,
+        delta: *mut X,
         weight: *mut E,
         rows: i32,
         width: i32,
@@ -21,17 +21,17 @@ pub mod norm {
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
         let free: Token = new_token_unordered();
-        let x_view: Tensor<E, { [-1, -1] }> = matrix(x, rows, width, width, free);
-        let x_part: Partition<E, { [R, W] }> = x_view.partition(shape![R, W]);
-        let value: Tile<E, { [R, W] }> = x_part.load([pid.0, 0i32]);
+        let x_view: Tensor<X, { [-1, -1] }> = matrix(x, rows, width, width, free);
+        let x_part: Partition<X, { [R, W] }> = x_view.partition(shape![R, W]);
+        let value: Tile<X, { [R, W] }> = x_part.load([pid.0, 0i32]);
         let mut value: Tile<f32, { [R, W] }> = convert_tile(value);
         if DELTA == 1 {
-            let d_view: Tensor<E, { [-1, -1] }> = matrix(delta, rows, width, width, free);
-            let d_part: Partition<E, { [R, W] }> = d_view.partition(shape![R, W]);
-            let change: Tile<E, { [R, W] }> = d_part.load([pid.0, 0i32]);
+            let d_view: Tensor<X, { [-1, -1] }> = matrix(delta, rows, width, width, free);
+            let d_part: Partition<X, { [R, W] }> = d_view.partition(shape![R, W]);
+            let change: Tile<X, { [R, W] }> = d_part.load([pid.0, 0i32]);
             let change: Tile<f32, { [R, W] }> = convert_tile(change);
-            let sum: Tile<E, { [R, W] }> = convert_tile(value + change);
-            let mut s_part: PartitionMut<E, { [R, W] }> = x_view.partition_full_mut(shape![R, W]);
+            let sum: Tile<X, { [R, W] }> = convert_tile(value + change);
+            let mut s_part: PartitionMut<X, { [R, W] }> = x_view.partition_full_mut(shape![R, W]);
             s_part.store_unchecked(sum, [pid.0, 0i32]);
             value = convert_tile(sum);
         }

@@ -8,8 +8,8 @@ pub mod rows {
 
     /// `out[r] = table[indices[r]]`. Grid: (width / W, rows of out).
     #[cutile::entry(unchecked_accesses = true)]
-    unsafe fn gather<E: ElementType, const W: i32>(
-        out: *mut E,
+    unsafe fn gather<E: ElementType, O: ElementType, const W: i32>(
+        out: *mut O,
         table: *mut E,
         indices: *mut i32,
         rows: i32,
@@ -22,26 +22,49 @@ pub mod rows {
         let from_view: Tensor<E, { [-1, -1] }> = matrix(table, table_rows, width, width, free);
         let from: Partition<E, { [1, W] }> = from_view.partition(shape![1, W]);
         let row: Tile<E, { [1, W] }> = from.load([index, pid.0]);
-        let out_view: Tensor<E, { [-1, -1] }> = matrix(out, rows, width, width, free);
-        let mut out_part: PartitionMut<E, { [1, W] }> = out_view.partition_full_mut(shape![1, W]);
+        let row: Tile<O, { [1, W] }> = convert_tile(row);
+        let out_view: Tensor<O, { [-1, -1] }> = matrix(out, rows, width, width, free);
+        let mut out_part: PartitionMut<O, { [1, W] }> = out_view.partition_full_mut(shape![1, W]);
+        out_part.store_unchecked(row, [pid.1, pid.0]);
+    }
+
+    /// `out[:, to..] = x[:, from..]` for `columns` columns of every row; the pointers are those of the first
+    /// column, `out_width` and `x_width` the distances of rows. Grid: (columns / W, rows).
+    #[cutile::entry(unchecked_accesses = true)]
+    unsafe fn copy_columns<E: ElementType, O: ElementType, const W: i32>(
+        out: *mut O,
+        x: *mut E,
+        rows: i32,
+        columns: i32,
+        out_width: i32,
+        x_width: i32,
+    ) {
+        let pid: (i32, i32, i32) = get_tile_block_id();
+        let free: Token = new_token_unordered();
+        let x_view: Tensor<E, { [-1, -1] }> = matrix(x, rows, columns, x_width, free);
+        let x_part: Partition<E, { [1, W] }> = x_view.partition(shape![1, W]);
+        let row: Tile<E, { [1, W] }> = x_part.load([pid.1, pid.0]);
+        let row: Tile<O, { [1, W] }> = convert_tile(row);
+        let out_view: Tensor<O, { [-1, -1] }> = matrix(out, rows, columns, out_width, free);
+        let mut out_part: PartitionMut<O, { [1, W] }> = out_view.partition_full_mut(shape![1, W]);
         out_part.store_unchecked(row, [pid.1, pid.0]);
     }
 
     /// `x += delta`, rounded, for `count` values. Grid: (count / W).
     #[cutile::entry(unchecked_accesses = true)]
-    unsafe fn add<E: ElementType, const W: i32>(x: *mut E, delta: *mut E, count: i32) {
+    unsafe fn add<X: ElementType, D: ElementType, const W: i32>(x: *mut X, delta: *mut D, count: i32) {
         let pid: (i32, i32, i32) = get_tile_block_id();
         let free: Token = new_token_unordered();
-        let x_view: Tensor<E, { [-1, -1] }> = matrix(x, 1, count, count, free);
-        let x_part: Partition<E, { [1, W] }> = x_view.partition(shape![1, W]);
-        let d_view: Tensor<E, { [-1, -1] }> = matrix(delta, 1, count, count, free);
-        let d_part: Partition<E, { [1, W] }> = d_view.partition(shape![1, W]);
-        let a: Tile<E, { [1, W] }> = x_part.load([0i32, pid.0]);
-        let b: Tile<E, { [1, W] }> = d_part.load([0i32, pid.0]);
+        let x_view: Tensor<X, { [-1, -1] }> = matrix(x, 1, count, count, free);
+        let x_part: Partition<X, { [1, W] }> = x_view.partition(shape![1, W]);
+        let d_view: Tensor<D, { [-1, -1] }> = matrix(delta, 1, count, count, free);
+        let d_part: Partition<D, { [1, W] }> = d_view.partition(shape![1, W]);
+        let a: Tile<X, { [1, W] }> = x_part.load([0i32, pid.0]);
+        let b: Tile<D, { [1, W] }> = d_part.load([0i32, pid.0]);
         let a: Tile<f32, { [1, W] }> = convert_tile(a);
         let b: Tile<f32, { [1, W] }> = convert_tile(b);
-        let sum: Tile<E, { [1, W] }> = convert_tile(a + b);
-        let mut out_part: PartitionMut<E, { [1, W] }> = x_view.partition_full_mut(shape![1, W]);
+        let sum: Tile<X, { [1, W] }> = convert_tile(a + b);
+        let mut out_part: PartitionMut<X, { [1, W] }> = x_view.partition_full_mut(shape![1, W]);
         out_part.store_unchecked(sum, [0i32, pid.0]);
     }
 
