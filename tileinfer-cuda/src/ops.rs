@@ -239,7 +239,7 @@ pub struct AttentionPlan {
 }
 
 /// What `split_norm_rope_store` is given besides its rows.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 pub struct HeadInputs {
     /// Norm weight of queries, or 0.
     pub query_norm: Address,
@@ -682,37 +682,19 @@ pub fn catalog() -> Vec<Variant> {
             }
             all.push(stretch_variant(&kernels::ADD, &[Type::F32; 2], 1024 + odd));
         }
-        for head_dim in [16, 32, 64, 128, 256] {
-            for kernel in [
-                &kernels::SPLIT_NORM_ROPE_STORE,
-                &kernels::ROTATE,
-                &kernels::STORE,
-            ] {
+        for head_dim in [14, 16, 30, 32, 64, 128, 256] {
+            for kernel in [&kernels::SPLIT_NORM_ROPE_STORE, &kernels::ROTATE, &kernels::STORE] {
                 all.push(head_variant(kernel, kind, head_dim));
             }
+        }
+        for head_dim in [16, 32, 64, 128, 256] {
             let (few, many) = attention_tiles(kind, 1);
-            all.push(attention_variant(&kernels::FOLD, kind, few, head_dim, PAGE));
-            all.push(attention_variant(
-                &kernels::ATTEND_SPLIT,
-                kind,
-                few,
-                head_dim,
-                PAGE,
-            ));
-            all.push(attention_variant(
-                &kernels::ATTEND_SPLIT,
-                kind,
-                many,
-                head_dim,
-                PAGE,
-            ));
-            all.push(attention_variant(
-                &kernels::ATTEND_WHOLE,
-                kind,
-                many,
-                head_dim,
-                PAGE,
-            ));
+            for page_size in [PAGE, 4].into_iter().filter(|&size| size == PAGE || head_dim <= 128) {
+                let variant = |kernel, tile| attention_variant(kernel, kind, tile, head_dim, page_size);
+                all.push(variant(&kernels::FOLD, few));
+                all.extend([variant(&kernels::ATTEND_SPLIT, few), variant(&kernels::ATTEND_SPLIT, many)]);
+                all.push(variant(&kernels::ATTEND_WHOLE, many));
+            }
         }
     }
     for vocab in [4096, 49152, 65536, 131_072, 151_936, 262_144] {
@@ -757,5 +739,6 @@ pub fn sweep_catalog() -> Vec<Variant> {
             .into_iter()
             .map(move |t| attention_variant(kernel, Type::Bf16, t, 128, PAGE))
     };
-    kernels.into_iter().flat_map(variants).collect()
+    let fold = attention_variant(&kernels::FOLD, Type::Bf16, sweep_tiles()[0], 128, PAGE);
+    kernels.into_iter().flat_map(variants).chain([fold]).collect()
 }

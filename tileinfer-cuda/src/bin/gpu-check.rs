@@ -1,12 +1,16 @@
 //! Holds every kernel against plain f64 loops on the GPU at hand, and against itself: the same row must
 //! come out the same, bit for bit, whatever stands beside it. Prints a line a check and a table of times.
 //!
-//! `gpu-check [--sweep] [PACK_FOLDER]`; with `--sweep`, candidates for attention's tile instead
+//! `gpu-check [--sweep] PACK_FOLDER [GOLDEN_FOLDER]`; with `--sweep`, candidates for attention's tile instead.
 
-use std::path::PathBuf;
+use std::panic::AssertUnwindSafe;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use half::bf16;
 use tileinfer::Result;
+use tileinfer::testing::{conformance, golden_models};
+use tileinfer_cuda::CudaBackend;
 use tileinfer_cuda::driver::{Address, Memory};
 use tileinfer_cuda::kernels::Type;
 use tileinfer_cuda::ops::{
@@ -14,24 +18,44 @@ use tileinfer_cuda::ops::{
 };
 use tileinfer_cuda::store::KernelOptions;
 
+/// The library's own suites on this device: every op against the reference backend, then small models
+/// against transformers if their fixtures are at hand.
+fn suites(ops: &Arc<Ops>, golden: &Path) -> usize {
+    let make = |compute| CudaBackend::with_ops(compute, ops.clone());
+    let mut failed = 0;
+    let mut suite = |name: &str, body: &dyn Fn()| {
+        println!("== {name}");
+        // The suites say what is wrong by panicking, and the message is printed as they do.
+        match std::panic::catch_unwind(AssertUnwindSafe(body)) {
+            Ok(()) => println!("ok {name}"),
+            Err(_) => {
+                println!("FAILED {name}");
+                failed += 1;
+            }
+        }
+    };
+    suite("conformance", &|| conformance(&make));
+    if golden.is_dir() {
+        suite("golden models", &|| golden_models(&make, golden, 2e-3));
+    }
+    failed
+}
+
 fn main() {
     let mut options = KernelOptions::default();
     let mut arguments = std::env::args().skip(1).peekable();
     let sweep = arguments
         .next_if(|argument| argument == "--sweep")
         .is_some();
-    options.pack_folders.extend(arguments.map(PathBuf::from));
+    options.pack_folders.extend(arguments.next().map(PathBuf::from));
+    let golden = arguments.next().map_or_else(|| PathBuf::from("testdata/golden"), PathBuf::from);
     let failed = Ops::open(0, &options).and_then(|ops| {
-        let checker = Checker {
-            ops,
-            random: 1,
-            failed: 0,
-        };
+        let ops = Arc::new(ops);
+        let checker = Checker { ops: ops.clone(), random: 1, failed: 0 };
         if sweep {
-            checker.sweep()
-        } else {
-            checker.run()
+            return checker.sweep();
         }
+        Ok(checker.run()? + suites(&ops, &golden))
     });
     match failed {
         Ok(0) => {}
@@ -47,7 +71,7 @@ fn main() {
 }
 
 struct Checker {
-    ops: Ops,
+    ops: Arc<Ops>,
     random: u64,
     failed: usize,
 }
