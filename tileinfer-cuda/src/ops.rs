@@ -171,16 +171,14 @@ pub fn attention_variant(
 
 /// Tiles of attention for kv heads that a `group` of query heads shares: for few query vectors, for many.
 pub fn attention_tiles(kind: Type, group: usize) -> (AttentionTile, AttentionTile) {
-    let tile = |queries, warps, occupancy| AttentionTile {
-        queries,
-        warps,
-        occupancy,
-        latency: 2,
-    };
+    // Four warps always: with eight, tileiras 13.5.37 makes wrong code of these kernels for sm_90.
+    let tile = |queries, occupancy| AttentionTile { queries, warps: 4, occupancy, latency: 2 };
     let least = group.next_power_of_two();
     match kind {
-        Type::F32 => (tile(least.max(16), 4, 2), tile(least.max(16), 4, 2)),
-        Type::Bf16 => (tile(least.max(16), 4, 2), tile(least.max(64), 8, 1)),
+        Type::F32 => (tile(least.max(16), 2), tile(least.max(16), 2)),
+        // H200, 32 query and 8 kv heads of 128: one row at 4096 positions 11.6 us, at 32768 50 us; 4096 rows
+        // 0.81 ms with 32 vectors a block, 1.02 with 64 (it spills), 1.05 with 16.
+        Type::Bf16 => (tile(least.max(16), 4), tile(least.max(32), 2)),
     }
 }
 
@@ -665,12 +663,11 @@ pub fn catalog() -> Vec<Variant> {
                     }
                 }
             }
-            for stream in [kind, Type::F32] {
-                for width in [64, 128, 256, 512, 1024, 2048, 4096, 8192] {
-                    for residual in [false, true] {
-                        all.push(norm_variant(stream, kind, width - odd, residual));
-                    }
-                }
+            // Odd widths are for tests: there are no such models.
+            let widths: &[usize] = if aligned { &[64, 128, 256, 512, 1024, 2048, 4096, 8192] } else { &[64] };
+            for width in widths.iter().map(|width| width - odd) {
+                all.push(norm_variant(kind, kind, width, false));
+                all.extend([false, true].map(|residual| norm_variant(Type::F32, kind, width, residual)));
             }
             for kernel in [&kernels::SILU_GATED, &kernels::XIELU] {
                 all.push(stretch_variant(kernel, &[kind], 1024 + odd));
