@@ -118,9 +118,17 @@ pub(crate) struct SamplingArgs {
 }
 
 fn parse_bias(text: &str) -> Result<(u32, f32), String> {
-    let (id, bias) = text.split_once('=').ok_or("write ID=BIAS, such as 42=-1.5")?;
-    let id = id.trim().parse().map_err(|_| format!("'{id}' is not a token id"))?;
-    let bias = bias.trim().parse().map_err(|_| format!("'{bias}' is not a number"))?;
+    let (id, bias) = text
+        .split_once('=')
+        .ok_or("write ID=BIAS, such as 42=-1.5")?;
+    let id = id
+        .trim()
+        .parse()
+        .map_err(|_| format!("'{id}' is not a token id"))?;
+    let bias = bias
+        .trim()
+        .parse()
+        .map_err(|_| format!("'{bias}' is not a number"))?;
     Ok((id, bias))
 }
 
@@ -201,7 +209,12 @@ pub(crate) struct EvalArgs {
     #[command(flatten)]
     pub(crate) model: ModelArgs,
     /// Score these token ids, a JSON array
-    #[arg(long, value_name = "FILE", required_unless_present = "text", conflicts_with = "text")]
+    #[arg(
+        long,
+        value_name = "FILE",
+        required_unless_present = "text",
+        conflicts_with = "text"
+    )]
     pub(crate) ids: Option<PathBuf>,
     /// Score this text
     #[arg(long, value_name = "FILE")]
@@ -220,7 +233,11 @@ pub(crate) struct EvalArgs {
 #[derive(Debug, Args)]
 pub(crate) struct BenchArgs {
     /// A model directory
-    #[arg(value_name = "MODEL", required_unless_present = "random", conflicts_with = "random")]
+    #[arg(
+        value_name = "MODEL",
+        required_unless_present = "random",
+        conflicts_with = "random"
+    )]
     pub(crate) model: Option<String>,
     /// Random weights in the shape of a config.json or of a built-in name
     #[arg(long, value_name = "CONFIG")]

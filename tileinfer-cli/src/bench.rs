@@ -9,9 +9,9 @@ use serde_json::json;
 use tileinfer::config::ModelConfig;
 use tileinfer::kv::Sequence;
 use tileinfer::runner::{Batch, Input, Rows, Span, Want};
-use tileinfer_cpu::ceilings::Ceilings;
 
 use crate::args::BenchArgs;
+use crate::ceilings::Ceilings;
 use crate::open::{self, Opened, Purpose};
 use crate::voice::Voice;
 
@@ -22,17 +22,22 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
     }
     let depth = args.depth.unwrap_or(args.prompt_tokens);
     let length = (depth + args.gen_tokens).max(args.prompt_tokens) + 1;
-    let purpose = Purpose { sequences: args.batch, length: Some(length) };
+    let purpose = Purpose {
+        sequences: args.batch,
+        length: Some(length),
+    };
     let mut opened = match (&args.model, &args.random) {
         (Some(model), _) => open::open(&open::model_dir(model)?, &args.place, purpose, &voice)?,
-        (None, Some(name)) => open::open_random(random_config(name)?, &args.place, purpose, &voice)?,
+        (None, Some(name)) => {
+            open::open_random(random_config(name)?, &args.place, purpose, &voice)?
+        }
         (None, None) => bail!("give a model, or --random"),
     };
 
-    let before = Ceilings::measure(opened.threads);
+    let before = Ceilings::measure(opened.threads)?;
     let prefill = prefill(&mut opened, args)?;
     let decode = decode(&mut opened, args, depth, &voice)?;
-    let ceilings = before.best(&Ceilings::measure(opened.threads));
+    let ceilings = before.best(&Ceilings::measure(opened.threads)?);
     report(args, &opened, prefill, decode, depth, &ceilings)
 }
 
@@ -43,14 +48,19 @@ fn random_config(name: &str) -> Result<ModelConfig> {
     let path = Path::new(name);
     let text = std::fs::read_to_string(path).with_context(|| {
         let names: Vec<_> = ModelConfig::builtin_names().collect();
-        format!("{name} is neither a config.json nor one of {}", names.join(", "))
+        format!(
+            "{name} is neither a config.json nor one of {}",
+            names.join(", ")
+        )
     })?;
     Ok(ModelConfig::from_json(&text, path)?)
 }
 
 /// Some tokens, the same every time.
 fn some_tokens(count: usize, vocabulary: usize) -> Vec<u32> {
-    (0..count).map(|i| ((i * 7919 + 13) % vocabulary) as u32).collect()
+    (0..count)
+        .map(|i| ((i * 7919 + 13) % vocabulary) as u32)
+        .collect()
 }
 
 /// Runs `ids` as new tokens of every sequence, in chunks; the logits of the last of them are computed.
@@ -65,8 +75,16 @@ fn extend(opened: &mut Opened, sequences: &mut [Sequence], ids: &[u32]) -> Resul
             let start = sequence.len();
             sequence.reserve(start, start + part.len())?;
             let rows = if i == last { Rows::Last } else { Rows::None };
-            let want = Want { rows, ..Want::default() };
-            batch.spans.push(Span { input: Input::Ids(part.to_vec()), start, table: sequence.table(), want });
+            let want = Want {
+                rows,
+                ..Want::default()
+            };
+            batch.spans.push(Span {
+                input: Input::Ids(part.to_vec()),
+                start,
+                table: sequence.table(),
+                want,
+            });
         }
         opened.steps.runner()?.step(&batch)?;
         for sequence in sequences.iter_mut() {
@@ -94,7 +112,9 @@ fn prefill(opened: &mut Opened, args: &BenchArgs) -> Result<f64> {
 /// Seconds of one decode step of all sequences: the median over runs of the mean of a run.
 fn decode(opened: &mut Opened, args: &BenchArgs, depth: usize, voice: &Voice) -> Result<f64> {
     let ids = some_tokens(depth, opened.steps.limits().vocabulary);
-    let mut sequences: Vec<Sequence> = (0..args.batch).map(|_| opened.steps.new_sequence()).collect();
+    let mut sequences: Vec<Sequence> = (0..args.batch)
+        .map(|_| opened.steps.new_sequence())
+        .collect();
     let bar = voice.bar("filling the cache", depth as u64);
     if depth > 0 {
         extend(opened, &mut sequences, &ids)?;
@@ -102,7 +122,11 @@ fn decode(opened: &mut Opened, args: &BenchArgs, depth: usize, voice: &Voice) ->
     bar.finish_and_clear();
     let mut times = Vec::new();
     for run in 0..=args.runs {
-        let tokens = if run == 0 { args.gen_tokens.min(8) } else { args.gen_tokens };
+        let tokens = if run == 0 {
+            args.gen_tokens.min(8)
+        } else {
+            args.gen_tokens
+        };
         let start = Instant::now();
         for i in 0..tokens {
             extend(opened, &mut sequences, &[(i % 100) as u32])?;
@@ -135,7 +159,12 @@ fn report(
     // What a step reads: every weight once (the embedding only where it is the head too) and the keys and
     // values of every sequence, half of the generated tokens on average.
     let embedding = (config.vocab_size * config.hidden_size) as u64;
-    let read = config.parameter_count() - if config.tie_word_embeddings { 0 } else { embedding };
+    let read = config.parameter_count()
+        - if config.tie_word_embeddings {
+            0
+        } else {
+            embedding
+        };
     let weight_bytes = read * opened.weights_bytes / config.parameter_count().max(1);
     let kv_bytes = (limits.layers * limits.kv.position_bytes()) as u64;
     let context = (depth + args.gen_tokens / 2) as u64;
@@ -146,7 +175,8 @@ fn report(
     // for the last token.
     let head = (config.output_vocab_size * config.hidden_size) as u64;
     let tokens = args.prompt_tokens as u64;
-    let attention = 4 * config.layers.len() as u64 * (config.num_heads * config.head_dim) as u64 * tokens / 2;
+    let attention =
+        4 * config.layers.len() as u64 * (config.num_heads * config.head_dim) as u64 * tokens / 2;
     let flop = tokens * (2 * (read - head) + attention) + 2 * head;
     let tflop_s = flop as f64 / prefill_seconds / 1e12;
 
@@ -184,7 +214,13 @@ fn report(
         writeln!(out, "{object}")?;
         return Ok(());
     }
-    writeln!(out, "{}, {} threads; medians of {} runs", opened.steps.device(), opened.threads, args.runs)?;
+    writeln!(
+        out,
+        "{}, {} threads; medians of {} runs",
+        opened.steps.device(),
+        opened.threads,
+        args.runs
+    )?;
     writeln!(
         out,
         "ceilings  read {:.1} GB/s, copy {:.1} GB/s, f32 product {:.3} TFLOP/s",

@@ -20,23 +20,38 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
     match (&args.ids, &args.text) {
         (Some(file), _) => {
             let ids = open::read_ids(file)?;
-            let purpose = Purpose { sequences: 1, length: Some(ids.len().max(1)) };
+            let purpose = Purpose {
+                sequences: 1,
+                length: Some(ids.len().max(1)),
+            };
             let opened = open::open(&dir, &args.model.place, purpose, &voice)?;
             score_ids(args, opened, &ids)
         }
         (None, Some(file)) => {
             let text = open::read_text(file)?;
             let ids = Tokenizer::from_dir(&dir)?.encode(&text, true)?;
-            let window = args.model.place.ctx_size.unwrap_or(WINDOW).min(ids.len().max(2));
-            let purpose = Purpose { sequences: 1, length: Some(window) };
+            let window = args
+                .model
+                .place
+                .ctx_size
+                .unwrap_or(WINDOW)
+                .min(ids.len().max(2));
+            let purpose = Purpose {
+                sequences: 1,
+                length: Some(window),
+            };
             let opened = open::open(&dir, &args.model.place, purpose, &voice)?;
             let baseline = args.compare.as_deref().map(|compare| {
                 let (dir, dtype) = match compare {
                     "bf16" => (dir.clone(), DtypeArg::Bf16),
                     other => (open::model_dir(other)?, args.model.place.dtype),
                 };
-                let place = PlaceArgs { dtype, ..args.model.place.clone() };
-                open::open(&dir, &place, purpose, &voice).context("opening the model to compare with")
+                let place = PlaceArgs {
+                    dtype,
+                    ..args.model.place.clone()
+                };
+                open::open(&dir, &place, purpose, &voice)
+                    .context("opening the model to compare with")
             });
             score_text(args, opened, baseline.transpose()?, &ids, window, &voice)
         }
@@ -60,14 +75,29 @@ fn score_ids(args: &EvalArgs, mut opened: Opened, ids: &[u32]) -> Result<()> {
     if args.json {
         let top: Vec<Vec<_>> = top
             .iter()
-            .map(|best| best.iter().map(|&(id, logit)| json!({"id": id, "logit": logit})).collect())
+            .map(|best| {
+                best.iter()
+                    .map(|&(id, logit)| json!({"id": id, "logit": logit}))
+                    .collect()
+            })
             .collect();
         writeln!(out, "{}", json!({"logprobs": logprobs, "top": top}))?;
         return Ok(());
     }
-    writeln!(out, "position      id    log p{}", if args.top > 0 { "  best (id logit)" } else { "" })?;
+    writeln!(
+        out,
+        "position      id    log p{}",
+        if args.top > 0 {
+            "  best (id logit)"
+        } else {
+            ""
+        }
+    )?;
     for (position, &id) in ids.iter().enumerate() {
-        let known = position.checked_sub(1).map(|before| format!("{:8.4}", logprobs[before])).unwrap_or_default();
+        let known = position
+            .checked_sub(1)
+            .map(|before| format!("{:8.4}", logprobs[before]))
+            .unwrap_or_default();
         write!(out, "{position:8} {id:7} {known:>8}")?;
         for (id, logit) in top.get(position).into_iter().flatten() {
             write!(out, "  {id} {logit:.3}")?;
@@ -100,10 +130,18 @@ fn score_text(
     let bar = voice.bar("scoring", ids.len() as u64);
     let mut on_window = |done: usize| bar.set_position(done as u64);
     let (score, comparison) = match baseline {
-        None => (eval::score(&mut opened.steps, ids, window, &mut on_window)?, None),
+        None => (
+            eval::score(&mut opened.steps, ids, window, &mut on_window)?,
+            None,
+        ),
         Some(mut other) => {
-            let (score, comparison) =
-                eval::compare(&mut opened.steps, &mut other.steps, ids, window, &mut on_window)?;
+            let (score, comparison) = eval::compare(
+                &mut opened.steps,
+                &mut other.steps,
+                ids,
+                window,
+                &mut on_window,
+            )?;
             (score, Some(comparison))
         }
     };
@@ -126,9 +164,17 @@ fn score_text(
     }
     writeln!(out, "perplexity       {:.4}", score.perplexity())?;
     writeln!(out, "nats per token   {:.5}", score.nats_per_token)?;
-    writeln!(out, "tokens           {} in windows of {window}", score.tokens)?;
+    writeln!(
+        out,
+        "tokens           {} in windows of {window}",
+        score.tokens
+    )?;
     if let Some(comparison) = comparison {
-        writeln!(out, "divergence       {:.6} nats a token, 99th percentile {:.6}", comparison.kl_mean, comparison.kl_p99)?;
+        writeln!(
+            out,
+            "divergence       {:.6} nats a token, 99th percentile {:.6}",
+            comparison.kl_mean, comparison.kl_p99
+        )?;
         writeln!(out, "same best token  {:.4}", comparison.top1_agreement)?;
         writeln!(out, "perplexity ratio {:.5}", comparison.perplexity_ratio)?;
     }

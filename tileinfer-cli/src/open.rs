@@ -23,7 +23,9 @@ const CPU_ROWS: usize = 512;
 pub(crate) fn model_dir(model: &str) -> Result<PathBuf> {
     let path = Path::new(model);
     if model.ends_with(".gguf") {
-        bail!("{model} is a GGUF file, which is not supported yet: use a directory with config.json and safetensors");
+        bail!(
+            "{model} is a GGUF file, which is not supported yet: use a directory with config.json and safetensors"
+        );
     }
     if path.is_dir() {
         return Ok(path.to_owned());
@@ -73,16 +75,29 @@ pub(crate) struct Opened {
 }
 
 /// Opens the model in `dir`.
-pub(crate) fn open(dir: &Path, place: &PlaceArgs, purpose: Purpose, voice: &Voice) -> Result<Opened> {
+pub(crate) fn open(
+    dir: &Path,
+    place: &PlaceArgs,
+    purpose: Purpose,
+    voice: &Voice,
+) -> Result<Opened> {
     let start = Instant::now();
     let config = ModelConfig::from_dir(dir)?;
     let checkpoint = Checkpoint::open(dir)?;
-    let host = HostModel::load(&config, &checkpoint)?;
     let compute = compute_type(place.dtype);
+    let host = HostModel::load(&config, &checkpoint, compute)?;
     if compute == ComputeType::Bf16 {
-        let stored = checkpoint.names().filter_map(|name| checkpoint.tensor(name)).map(|tensor| tensor.dtype);
-        if let Some(dtype) = stored.into_iter().find(|dtype| matches!(dtype, Dtype::F16 | Dtype::F32)) {
-            voice.note(&format!("{dtype:?} weights are rounded to bf16 (--dtype f32 keeps them)"));
+        let stored = checkpoint
+            .names()
+            .filter_map(|name| checkpoint.tensor(name))
+            .map(|tensor| tensor.dtype);
+        if let Some(dtype) = stored
+            .into_iter()
+            .find(|dtype| matches!(dtype, Dtype::F16 | Dtype::F32))
+        {
+            voice.note(&format!(
+                "{dtype:?} weights are rounded to bf16 (--dtype f32 keeps them)"
+            ));
         }
     }
     let mut opened = place_model(config, &host, compute, place, purpose, voice)?;
@@ -91,15 +106,31 @@ pub(crate) fn open(dir: &Path, place: &PlaceArgs, purpose: Purpose, voice: &Voic
 }
 
 /// Makes a model of random weights in the shape of `config`.
-pub(crate) fn open_random(config: ModelConfig, place: &PlaceArgs, purpose: Purpose, voice: &Voice) -> Result<Opened> {
+pub(crate) fn open_random(
+    config: ModelConfig,
+    place: &PlaceArgs,
+    purpose: Purpose,
+    voice: &Voice,
+) -> Result<Opened> {
     let start = Instant::now();
     let bytes = config.weights_bytes(2);
     let available = available_memory();
     if bytes > available {
-        bail!("random weights take {} and {} of memory are available", gigabytes(bytes), gigabytes(available));
+        bail!(
+            "random weights take {} and {} of memory are available",
+            gigabytes(bytes),
+            gigabytes(available)
+        );
     }
     let host = HostModel::random(&config, 1);
-    let mut opened = place_model(config, &host, compute_type(place.dtype), place, purpose, voice)?;
+    let mut opened = place_model(
+        config,
+        &host,
+        compute_type(place.dtype),
+        place,
+        purpose,
+        voice,
+    )?;
     opened.load_seconds = start.elapsed().as_secs_f64();
     Ok(opened)
 }
@@ -125,7 +156,14 @@ fn place_model(
         None => std::thread::available_parallelism().map_or(1, usize::from),
     };
     let weights_bytes = host.bytes();
-    let plan = MemoryPlan::new(&config, weights_bytes, compute, 4, CPU_ROWS, purpose.sequences);
+    let plan = MemoryPlan::new(
+        &config,
+        weights_bytes,
+        compute,
+        4,
+        CPU_ROWS,
+        purpose.sequences,
+    );
     let length = context_length(&config, &plan, place, purpose, voice)?;
     let per_sequence = length.div_ceil(tileinfer::kv::PAGE_SIZE);
     let options = RunnerOptions {
@@ -135,12 +173,35 @@ fn place_model(
         ..RunnerOptions::for_length(length)
     };
     let runner: Box<dyn Runner> = match Device::parse(&place.device)? {
-        Device::Cpu => runner(CpuBackend::new(compute, threads)?, &config, host, length, &options, voice)?,
-        Device::Reference => runner(ReferenceBackend::new(compute), &config, host, length, &options, voice)?,
+        Device::Cpu => runner(
+            CpuBackend::new(compute, threads),
+            &config,
+            host,
+            length,
+            &options,
+            voice,
+        )?,
+        Device::Reference => runner(
+            ReferenceBackend::new(compute),
+            &config,
+            host,
+            length,
+            &options,
+            voice,
+        )?,
     };
     let steps = StepLoop::new(runner);
-    voice.detail(&format!("running on {}, a context of {length} tokens", steps.device()));
-    Ok(Opened { config, steps, weights_bytes, load_seconds: 0.0, threads })
+    voice.detail(&format!(
+        "running on {}, a context of {length} tokens",
+        steps.device()
+    ));
+    Ok(Opened {
+        config,
+        steps,
+        weights_bytes,
+        load_seconds: 0.0,
+        threads,
+    })
 }
 
 fn runner<B: Backend>(
@@ -153,7 +214,9 @@ fn runner<B: Backend>(
 ) -> Result<Box<dyn Runner>> {
     let bar = voice.bar("loading", config.layers.len() as u64);
     let load = LoadOptions { max_length: length };
-    let model = DecoderLM::load(&backend, config, host, &load, &mut |done, _| bar.set_position(done as u64))?;
+    let model = DecoderLM::load(&backend, config, host, &load, &mut |done, _| {
+        bar.set_position(done as u64)
+    })?;
     bar.finish_and_clear();
     Ok(Box::new(ModelRunner::new(backend, model, options)?))
 }
@@ -175,7 +238,9 @@ fn context_length(
     let wanted = place.ctx_size.or(purpose.length);
     if let Some(wanted) = wanted {
         if wanted > most && place.ctx_size.is_some() {
-            voice.note(&format!("a context of {wanted} tokens is longer than the {most} that the model was made for"));
+            voice.note(&format!(
+                "a context of {wanted} tokens is longer than the {most} that the model was made for"
+            ));
         }
         if wanted > fits {
             let kv = plan.kv_bytes_per_token * (wanted * purpose.sequences) as u64;
@@ -192,7 +257,9 @@ fn context_length(
         bail!("the model's weights take {weights} and {all} of memory are available");
     }
     if fits < most {
-        voice.note(&format!("the context is lowered from {most} to {fits} tokens, which fit in memory"));
+        voice.note(&format!(
+            "the context is lowered from {most} to {fits} tokens, which fit in memory"
+        ));
     }
     Ok(most.min(fits))
 }
@@ -201,7 +268,12 @@ fn context_length(
 pub(crate) fn available_memory() -> u64 {
     let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let available = meminfo.lines().find_map(|line| {
-        line.strip_prefix("MemAvailable:")?.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()
+        line.strip_prefix("MemAvailable:")?
+            .trim()
+            .strip_suffix("kB")?
+            .trim()
+            .parse::<u64>()
+            .ok()
     });
     available.map_or(u64::MAX, |kilobytes| kilobytes * 1024)
 }
@@ -226,5 +298,6 @@ pub(crate) fn read_text(path: &Path) -> Result<String> {
 /// The JSON array of token ids in `path`.
 pub(crate) fn read_ids(path: &Path) -> Result<Vec<u32>> {
     let text = read_text(path)?;
-    serde_json::from_str(&text).with_context(|| format!("{} is not a JSON array of token ids", path.display()))
+    serde_json::from_str(&text)
+        .with_context(|| format!("{} is not a JSON array of token ids", path.display()))
 }

@@ -30,13 +30,20 @@ pub(crate) fn run(args: &RunArgs, process_start: Instant) -> Result<()> {
     let settings = Settings::new(&args.sampling, &dir, &config)?;
     settings.say(&voice);
 
-    let purpose = Purpose { sequences: 1, length: None };
+    let purpose = Purpose {
+        sequences: 1,
+        length: None,
+    };
     let mut opened = open::open(&dir, &args.model.place, purpose, &voice)?;
     let options = GenerationOptions {
         sampling: Arc::new(settings.sampling.clone()),
         seed: settings.seed,
         max_tokens: args.max_tokens,
-        stop_ids: if args.ignore_eos { [].into() } else { settings.stop_ids.clone().into() },
+        stop_ids: if args.ignore_eos {
+            [].into()
+        } else {
+            settings.stop_ids.clone().into()
+        },
         vocabulary: tokenizer.vocab_size(),
         top_logprobs: None,
     };
@@ -46,7 +53,11 @@ pub(crate) fn run(args: &RunArgs, process_start: Instant) -> Result<()> {
     let mut to_first = None;
     let mut on_text = |text: &str| {
         to_first.get_or_insert_with(|| process_start.elapsed());
-        let written = if args.json { Ok(()) } else { out.write_all(text.as_bytes()).and_then(|()| out.flush()) };
+        let written = if args.json {
+            Ok(())
+        } else {
+            out.write_all(text.as_bytes()).and_then(|()| out.flush())
+        };
         match written {
             Ok(()) => ControlFlow::Continue(()),
             Err(error) => {
@@ -74,14 +85,18 @@ pub(crate) fn run(args: &RunArgs, process_start: Instant) -> Result<()> {
         return Err(error).context("writing the answer");
     }
     if args.json {
-        let first = to_first.unwrap_or_else(|| process_start.elapsed()).as_secs_f64();
+        let first = to_first
+            .unwrap_or_else(|| process_start.elapsed())
+            .as_secs_f64();
         writeln!(out, "{}", report(&answer, &opened, &settings, first))?;
     } else {
         writeln!(out)?;
     }
     if answer.generated.context_full {
         let limit = opened.steps.limits().max_length;
-        voice.note(&format!("the answer is cut off: the context of {limit} tokens is full (--ctx-size)"));
+        voice.note(&format!(
+            "the answer is cut off: the context of {limit} tokens is full (--ctx-size)"
+        ));
     }
     voice.detail(&statistics(&answer));
     Ok(())
@@ -95,7 +110,10 @@ fn typed_prompt(args: &RunArgs) -> Result<String> {
     let mut piped = String::new();
     let stdin = std::io::stdin();
     if !stdin.is_terminal() {
-        stdin.lock().read_to_string(&mut piped).context("reading standard input as the prompt")?;
+        stdin
+            .lock()
+            .read_to_string(&mut piped)
+            .context("reading standard input as the prompt")?;
     }
     let piped = piped.trim_end_matches(['\r', '\n']);
     match (&args.prompt, piped.is_empty()) {
@@ -125,12 +143,18 @@ fn prompt_ids(
         None => ChatTemplate::load(dir)?,
     };
     let mut messages = Vec::new();
-    messages.extend(args.system.iter().map(|text| ChatMessage::new("system", text.clone())));
+    messages.extend(
+        args.system
+            .iter()
+            .map(|text| ChatMessage::new("system", text.clone())),
+    );
     messages.push(ChatMessage::new("user", prompt));
     let mut request = ChatRequest::answer(&messages);
     if args.think || args.no_think {
         if template.supports_thinking() {
-            request.variables.insert("enable_thinking".to_owned(), args.think.into());
+            request
+                .variables
+                .insert("enable_thinking".to_owned(), args.think.into());
         } else {
             voice.note("the model's chat template knows no thinking: --think and --no-think change nothing");
         }
@@ -168,19 +192,39 @@ impl Settings {
             Some(seed) => seed,
             None => random_seed()?,
         };
-        Ok(Settings { sampling, seed, stop_ids: defaults.stop_ids, from_file })
+        Ok(Settings {
+            sampling,
+            seed,
+            stop_ids: defaults.stop_ids,
+            from_file,
+        })
     }
 
     /// Says what is in force, so that an answer can be had again.
     pub(crate) fn say(&self, voice: &Voice) {
-        let SamplingParams { temperature, top_k, top_p, min_p, repetition_penalty, .. } = self.sampling;
-        let origin = if self.from_file { " (defaults from generation_config.json)" } else { "" };
+        let SamplingParams {
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            repetition_penalty,
+            ..
+        } = self.sampling;
+        let origin = if self.from_file {
+            " (defaults from generation_config.json)"
+        } else {
+            ""
+        };
         if self.sampling.is_greedy() {
             voice.note(&format!("sampling: greedy{origin}"));
             return;
         }
         let mut words = format!("sampling: temperature {temperature}");
-        for (name, value, off) in [("top-p", top_p, 1.0), ("min-p", min_p, 0.0), ("repetition-penalty", repetition_penalty, 1.0)] {
+        for (name, value, off) in [
+            ("top-p", top_p, 1.0),
+            ("min-p", min_p, 0.0),
+            ("repetition-penalty", repetition_penalty, 1.0),
+        ] {
             if value != off {
                 words += &format!(", {name} {value}");
             }
@@ -199,7 +243,12 @@ impl Settings {
     }
 }
 
-fn report(answer: &Answer, opened: &Opened, settings: &Settings, start_to_first: f64) -> serde_json::Value {
+fn report(
+    answer: &Answer,
+    opened: &Opened,
+    settings: &Settings,
+    start_to_first: f64,
+) -> serde_json::Value {
     let generated = &answer.generated;
     let stats = &generated.stats;
     json!({

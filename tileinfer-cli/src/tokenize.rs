@@ -45,7 +45,9 @@ impl Files {
     }
 
     fn tokenizer(&self) -> Result<&Tokenizer> {
-        self.tokenizer.as_ref().map_err(|error| anyhow::anyhow!("{error}"))
+        self.tokenizer
+            .as_ref()
+            .map_err(|error| anyhow::anyhow!("{error}"))
     }
 
     fn encode(&self, text: &str, special: bool) -> Result<Value> {
@@ -57,7 +59,10 @@ impl Files {
     }
 
     fn chat(&self, request: &ChatRequest) -> Result<Value> {
-        let template = self.template.as_ref().map_err(|error| anyhow::anyhow!("{error}"))?;
+        let template = self
+            .template
+            .as_ref()
+            .map_err(|error| anyhow::anyhow!("{error}"))?;
         let text = template.render(request)?;
         if !self.has_tokenizer {
             return Ok(json!({"text": text}));
@@ -100,10 +105,9 @@ pub(crate) fn tokenize(args: &TokenizeArgs) -> Result<()> {
     } else if let Some(text) = &args.text {
         files.encode(text, args.special)?
     } else {
-        return Err(WrongUsage(
-            "give a TEXT, or --file, --decode, --chat or --jsonl".to_owned(),
-        )
-        .into());
+        return Err(
+            WrongUsage("give a TEXT, or --file, --decode, --chat or --jsonl".to_owned()).into(),
+        );
     };
     let mut out = std::io::stdout().lock();
     match (args.json, answer.get("text"), answer.get("ids")) {
@@ -119,7 +123,8 @@ fn jsonl(files: &Files, path: &Path) -> Result<()> {
     let reader: Box<dyn BufRead> = if path == Path::new("-") {
         Box::new(std::io::stdin().lock())
     } else {
-        let file = std::fs::File::open(path).with_context(|| format!("reading {}", path.display()))?;
+        let file =
+            std::fs::File::open(path).with_context(|| format!("reading {}", path.display()))?;
         Box::new(std::io::BufReader::new(file))
     };
     let mut out = std::io::BufWriter::new(std::io::stdout().lock());
@@ -129,7 +134,9 @@ fn jsonl(files: &Files, path: &Path) -> Result<()> {
         if line.trim().is_empty() {
             continue;
         }
-        let answer = files.line(&line).unwrap_or_else(|error| json!({"error": format!("{error:#}")}));
+        let answer = files
+            .line(&line)
+            .unwrap_or_else(|error| json!({"error": format!("{error:#}")}));
         writeln!(out, "{answer}")?;
     }
     out.flush()?;

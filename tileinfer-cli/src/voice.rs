@@ -16,7 +16,10 @@ pub(crate) struct Voice {
 
 impl Voice {
     pub(crate) fn new(args: &VoiceArgs) -> Self {
-        Voice { quiet: args.quiet, verbose: args.verbose }
+        Voice {
+            quiet: args.quiet,
+            verbose: args.verbose,
+        }
     }
 
     /// Says what the user should know.

@@ -22,9 +22,21 @@ pub fn teacher_force(
     for part in ids.chunks(chunk) {
         let start = sequence.len();
         sequence.reserve(start, start + part.len())?;
-        let want = Want { rows: Rows::All, logits: true, ..Want::default() };
-        let span = Span { input: Input::Ids(part.to_vec()), start, table: sequence.table(), want };
-        let output = steps.runner()?.step(&Batch { spans: vec![span], copies: Vec::new() })?;
+        let want = Want {
+            rows: Rows::All,
+            logits: true,
+            ..Want::default()
+        };
+        let span = Span {
+            input: Input::Ids(part.to_vec()),
+            start,
+            table: sequence.table(),
+            want,
+        };
+        let output = steps.runner()?.step(&Batch {
+            spans: vec![span],
+            copies: Vec::new(),
+        })?;
         sequence.append(part)?;
         for (i, logits) in output.spans[0].logits.chunks_exact(width).enumerate() {
             visit(start + i, logits)?;
@@ -36,9 +48,15 @@ pub fn teacher_force(
 /// The log of the sum of exponentials, in f64. NaN logits are an error.
 pub fn log_sum_exp(logits: &[f32]) -> Result<f64> {
     let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let sum: f64 = logits.iter().map(|&logit| f64::from(logit - max).exp()).sum();
+    let sum: f64 = logits
+        .iter()
+        .map(|&logit| f64::from(logit - max).exp())
+        .sum();
     if sum.is_nan() || max == f32::INFINITY {
-        return Err(Error::bad_model("model", "the logits are not numbers: are the weights damaged?"));
+        return Err(Error::bad_model(
+            "model",
+            "the logits are not numbers: are the weights damaged?",
+        ));
     }
     Ok(f64::from(max) + sum.ln())
 }
@@ -58,7 +76,9 @@ pub fn log_probs(steps: &mut StepLoop, ids: &[u32]) -> Result<Vec<f64>> {
 /// Natural log probability of `id` under `logits`; an id that the head has no row for has none.
 pub fn log_prob(logits: &[f32], id: u32) -> Result<f64> {
     let norm = log_sum_exp(logits)?;
-    Ok(logits.get(id as usize).map_or(f64::NEG_INFINITY, |&logit| f64::from(logit) - norm))
+    Ok(logits
+        .get(id as usize)
+        .map_or(f64::NEG_INFINITY, |&logit| f64::from(logit) - norm))
 }
 
 /// The Kullback-Leibler divergence `Σ p (ln p - ln q)` in nats of the distribution of `model` logits from that
@@ -67,7 +87,11 @@ pub fn divergence(baseline: &[f32], model: &[f32]) -> Result<f64> {
     let (p_norm, q_norm) = (log_sum_exp(baseline)?, log_sum_exp(model)?);
     let terms = baseline.iter().zip(model).map(|(&p, &q)| {
         let (p, q) = (f64::from(p) - p_norm, f64::from(q) - q_norm);
-        if p == f64::NEG_INFINITY { 0.0 } else { p.exp() * (p - q) }
+        if p == f64::NEG_INFINITY {
+            0.0
+        } else {
+            p.exp() * (p - q)
+        }
     });
     Ok(terms.sum())
 }
@@ -134,7 +158,9 @@ pub fn compare(
 ) -> Result<(Score, Comparison)> {
     if model.limits().head_rows != baseline.limits().head_rows {
         let (one, other) = (model.limits().head_rows, baseline.limits().head_rows);
-        return Err(Error::usage(format!("the models have different vocabularies: {one} and {other} logits")));
+        return Err(Error::usage(format!(
+            "the models have different vocabularies: {one} and {other} logits"
+        )));
     }
     let (mut sum, mut baseline_sum, mut same) = (0.0, 0.0, 0);
     let mut divergences = Vec::new();
@@ -145,7 +171,9 @@ pub fn compare(
             Ok(())
         })?;
         teacher_force(model, part, &mut |position, logits| {
-            let Some(&next) = part.get(position + 1) else { return Ok(()) };
+            let Some(&next) = part.get(position + 1) else {
+                return Ok(());
+            };
             sum -= log_prob(logits, next)?;
             baseline_sum -= log_prob(&expected[position], next)?;
             same += usize::from(argmax(logits) == argmax(&expected[position]));
@@ -160,19 +188,34 @@ pub fn compare(
     divergences.sort_by(f64::total_cmp);
     let kl_p99 = divergences[((tokens - 1) as f64 * 0.99).round() as usize];
     let perplexity_ratio = ((sum - baseline_sum) / tokens as f64).exp();
-    Ok((score, Comparison { kl_mean, kl_p99, top1_agreement: same as f64 / tokens as f64, perplexity_ratio }))
+    Ok((
+        score,
+        Comparison {
+            kl_mean,
+            kl_p99,
+            top1_agreement: same as f64 / tokens as f64,
+            perplexity_ratio,
+        },
+    ))
 }
 
 fn windows(ids: &[u32], window: usize) -> Result<impl Iterator<Item = &[u32]>> {
     if window < 2 {
-        return Err(Error::usage(format!("a window of {window} tokens predicts nothing: at least 2 are needed")));
+        return Err(Error::usage(format!(
+            "a window of {window} tokens predicts nothing: at least 2 are needed"
+        )));
     }
     Ok(ids.chunks(window).filter(|part| part.len() > 1))
 }
 
 fn finish(sum: f64, tokens: usize) -> Result<Score> {
     if tokens == 0 {
-        return Err(Error::usage("the text is too short: nothing is predicted before the second token"));
+        return Err(Error::usage(
+            "the text is too short: nothing is predicted before the second token",
+        ));
     }
-    Ok(Score { tokens, nats_per_token: sum / tokens as f64 })
+    Ok(Score {
+        tokens,
+        nats_per_token: sum / tokens as f64,
+    })
 }

@@ -53,7 +53,11 @@ impl GenerationStats {
 }
 
 fn rate(count: usize, time: Duration) -> f64 {
-    if time.is_zero() { 0.0 } else { count as f64 / time.as_secs_f64() }
+    if time.is_zero() {
+        0.0
+    } else {
+        count as f64 / time.as_secs_f64()
+    }
 }
 
 /// Continues `prompt` on `steps`, reusing what `sequence` has cached of it.
@@ -87,8 +91,15 @@ pub fn generate(
         to_first: first.map_or_else(|| start.elapsed(), |first| first - start),
         after_first: first.map_or(Duration::ZERO, |first| first.elapsed()),
     };
-    let context_full = finish == FinishReason::Length && most.is_none_or(|most| tokens.len() < most);
-    Ok(Generated { tokens, finish, context_full, stats, sequence: generation.into_sequence() })
+    let context_full =
+        finish == FinishReason::Length && most.is_none_or(|most| tokens.len() < most);
+    Ok(Generated {
+        tokens,
+        finish,
+        context_full,
+        stats,
+        sequence: generation.into_sequence(),
+    })
 }
 
 /// Steps until the generation in `slot` ends; when the first token came.
@@ -101,7 +112,9 @@ fn drive(
     let max_rows = steps.limits().max_rows;
     let mut first = None;
     loop {
-        let Some(generation) = steps.get(slot) else { return Ok(first) };
+        let Some(generation) = steps.get(slot) else {
+            return Ok(first);
+        };
         if generation.finish().is_some() {
             // A step may still be in flight for it: wait, so that the loop is idle afterwards.
             while steps.in_flight() > 0 {
@@ -110,7 +123,11 @@ fn drive(
             return Ok(first);
         }
         let rows = generation.ready_rows().min(max_rows);
-        let plan = (rows > 0).then(|| Planned { slot, rows, drafts: Vec::new() });
+        let plan = (rows > 0).then(|| Planned {
+            slot,
+            rows,
+            drafts: Vec::new(),
+        });
         for advance in steps.advance(plan.as_slice())? {
             if advance.tokens.is_empty() {
                 on_progress(steps.get(slot).map_or(0, Generation::cached_now));
@@ -159,14 +176,21 @@ pub fn answer(
         if !piece.is_empty() && on_text(piece).is_break() {
             return ControlFlow::Break(());
         }
-        if output.stopped() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        if output.stopped() {
+            ControlFlow::Break(())
+        } else {
+            ControlFlow::Continue(())
+        }
     };
     let generated = generate(steps, sequence, prompt, options, on_progress, &mut on_token)?;
     let rest = output.finish();
     if !rest.is_empty() {
         let _ = on_text(rest);
     }
-    Ok(Answer { text: output.into_text(), generated })
+    Ok(Answer {
+        text: output.into_text(),
+        generated,
+    })
 }
 
 /// The text of an answer, token by token: whole characters only, nothing of a stop string, and no special

@@ -7,16 +7,16 @@ pub mod chat;
 pub mod config;
 pub mod engine;
 mod error;
-pub mod generate;
 pub mod eval;
+pub mod generate;
 pub mod kv;
 pub mod model;
+pub mod plan;
 pub mod runner;
 pub mod sampling;
 pub mod session;
 pub mod testing;
 pub mod tokenizer;
 pub mod weights;
-pub mod plan;
 
 pub use error::{Error, ErrorKind, Result};

@@ -35,7 +35,10 @@ impl MemoryPlan {
         };
         // The buffers of `model::Workspace`: four of the stream's width, queries twice, keys and values
         // twice, the MLP before and after its activation; and the logits of a few rows.
-        let (q, k) = (config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim);
+        let (q, k) = (
+            config.num_heads * config.head_dim,
+            config.num_kv_heads * config.head_dim,
+        );
         let row = 4 * config.hidden_size + 3 * q + 4 * k + 3 * config.intermediate_size;
         let logits = 4 * config.output_vocab_size * max_spans.max(16).min(max_rows.max(1));
         MemoryPlan {
@@ -47,7 +50,9 @@ impl MemoryPlan {
 
     /// The longest context whose keys and values fit in `memory` bytes beside everything else, in whole pages.
     pub fn max_context(&self, memory: u64) -> u64 {
-        let rest = memory.saturating_sub(self.weights_bytes).saturating_sub(self.workspace_bytes);
+        let rest = memory
+            .saturating_sub(self.weights_bytes)
+            .saturating_sub(self.workspace_bytes);
         let page = self.kv_bytes_per_token * PAGE_SIZE as u64;
         rest / page.max(1) * PAGE_SIZE as u64
     }

@@ -59,8 +59,20 @@ pub type TurnStats = GenerationStats;
 
 impl Session {
     /// A session without messages. `steps` is its own: the cache holds this conversation alone.
-    pub fn new(steps: StepLoop, tokenizer: Tokenizer, template: ChatTemplate, options: SessionOptions) -> Self {
-        Session { steps, tokenizer, template, options, messages: Vec::new(), sequence: None }
+    pub fn new(
+        steps: StepLoop,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        options: SessionOptions,
+    ) -> Self {
+        Session {
+            steps,
+            tokenizer,
+            template,
+            options,
+            messages: Vec::new(),
+            sequence: None,
+        }
     }
 
     /// The conversation so far.
@@ -123,9 +135,13 @@ impl Session {
     ) -> Result<Reply> {
         let before = self.messages.len();
         self.messages.push(ChatMessage::new("user", text));
-        let result = self.prompt().and_then(|prompt| self.run(&prompt, on_progress, on_text));
+        let result = self
+            .prompt()
+            .and_then(|prompt| self.run(&prompt, on_progress, on_text));
         match &result {
-            Ok(reply) => self.messages.push(ChatMessage::new("assistant", reply.text.clone())),
+            Ok(reply) => self
+                .messages
+                .push(ChatMessage::new("assistant", reply.text.clone())),
             Err(_) => self.messages.truncate(before),
         }
         result
@@ -135,7 +151,9 @@ impl Session {
     pub fn prompt(&self) -> Result<Vec<u32>> {
         let mut request = ChatRequest::answer(&self.messages);
         if let Some(thinking) = self.options.thinking {
-            request.variables.insert("enable_thinking".to_owned(), thinking.into());
+            request
+                .variables
+                .insert("enable_thinking".to_owned(), thinking.into());
         }
         let text = self.template.render(&self.template.accommodate(request)?)?;
         self.tokenizer.encode(&text, false)
@@ -149,9 +167,15 @@ impl Session {
     ) -> Result<Reply> {
         let limit = self.steps.limits().max_length;
         if prompt.len() >= limit {
-            return Err(Error::ContextFull { needed: prompt.len() + 1, limit });
+            return Err(Error::ContextFull {
+                needed: prompt.len() + 1,
+                limit,
+            });
         }
-        let sequence = self.sequence.take().unwrap_or_else(|| self.steps.new_sequence());
+        let sequence = self
+            .sequence
+            .take()
+            .unwrap_or_else(|| self.steps.new_sequence());
         let options = GenerationOptions {
             sampling: Arc::new(self.options.sampling.clone()),
             seed: self.options.seed,
@@ -162,7 +186,16 @@ impl Session {
         };
         let stops = self.options.stop_strings.clone();
         let (steps, tokenizer) = (&mut self.steps, &self.tokenizer);
-        let answer = answer(steps, tokenizer, sequence, prompt, options, &stops, on_progress, on_text)?;
+        let answer = answer(
+            steps,
+            tokenizer,
+            sequence,
+            prompt,
+            options,
+            &stops,
+            on_progress,
+            on_text,
+        )?;
         let generated = answer.generated;
         self.sequence = Some(generated.sequence);
         Ok(Reply {

@@ -230,7 +230,13 @@ pub trait Backend: Send + Sized + 'static {
     fn copy_pages(&self, pages: &mut Self::Pages, copies: &[(u32, u32)]) -> Result<()>;
 
     /// The key and the value stored at `(page, kv_head, offset)`, for tests.
-    fn read_slot(&self, pages: &Self::Pages, page: usize, kv_head: usize, offset: usize) -> Result<(Vec<f32>, Vec<f32>)>;
+    fn read_slot(
+        &self,
+        pages: &Self::Pages,
+        page: usize,
+        kv_head: usize,
+        offset: usize,
+    ) -> Result<(Vec<f32>, Vec<f32>)>;
 
     // Steps.
 
@@ -239,7 +245,12 @@ pub trait Backend: Send + Sized + 'static {
 
     /// Brings `layout` to the device, taking the ids named in `layout.previous` from the tokens that
     /// `previous` sampled.
-    fn prepare(&self, step: &mut Self::Step, layout: &StepLayout, previous: Option<&Self::Step>) -> Result<()>;
+    fn prepare(
+        &self,
+        step: &mut Self::Step,
+        layout: &StepLayout,
+        previous: Option<&Self::Step>,
+    ) -> Result<()>;
 
     // Primitive ops.
 
@@ -247,7 +258,13 @@ pub trait Backend: Send + Sized + 'static {
     fn embed(&self, out: &mut Self::Tensor, table: &Self::Weight, step: &Self::Step) -> Result<()>;
 
     /// `out[r] = x[r] / sqrt(mean(x[r]²) + eps) * weight`, computed in f32 and rounded once (arXiv:1910.07467).
-    fn rms_norm(&self, out: &mut Self::Tensor, x: &Self::Tensor, weight: &Self::Tensor, eps: f32) -> Result<()>;
+    fn rms_norm(
+        &self,
+        out: &mut Self::Tensor,
+        x: &Self::Tensor,
+        weight: &Self::Tensor,
+        eps: f32,
+    ) -> Result<()>;
 
     /// `x[r] += delta[r]`.
     fn add(&self, x: &mut Self::Tensor, delta: &Self::Tensor) -> Result<()>;
@@ -268,10 +285,21 @@ pub trait Backend: Send + Sized + 'static {
     /// Rotates every head of every row in place: pair `(x[j], x[j + pairs])` becomes
     /// `(x[j] cos - x[j + pairs] sin, x[j + pairs] cos + x[j] sin)` at the row's position (arXiv:2104.09864,
     /// rotate-half form). With `queries`, the table's query scale is applied after.
-    fn rope(&self, x: &mut Self::Tensor, rope: &Self::Rope, step: &Self::Step, queries: bool) -> Result<()>;
+    fn rope(
+        &self,
+        x: &mut Self::Tensor,
+        rope: &Self::Rope,
+        step: &Self::Step,
+        queries: bool,
+    ) -> Result<()>;
 
     /// Writes each row's key and value, `[rows, kv_heads * head_dim]`, to its slot.
-    fn store_kv(&self, pages: &mut Self::Pages, rows: &KvRows<Self::Tensor>, step: &Self::Step) -> Result<()>;
+    fn store_kv(
+        &self,
+        pages: &mut Self::Pages,
+        rows: &KvRows<Self::Tensor>,
+        step: &Self::Step,
+    ) -> Result<()>;
 
     /// Grouped-query attention of each row over the cached positions of its span's sequence that the mask
     /// shows, `[rows, heads * head_dim]` from queries of that shape. Keys are folded in blocks of
@@ -286,7 +314,12 @@ pub trait Backend: Send + Sized + 'static {
     ) -> Result<()>;
 
     /// `out = activation(x)`: `[rows, output_width(width)]` from `[rows, width]`.
-    fn activation(&self, out: &mut Self::Tensor, x: &Self::Tensor, activation: &Activation) -> Result<()>;
+    fn activation(
+        &self,
+        out: &mut Self::Tensor,
+        x: &Self::Tensor,
+        activation: &Activation,
+    ) -> Result<()>;
 
     /// `out[:, to .. to + n] = x[:, from .. from + n]` for every row.
     fn copy_columns(
@@ -299,10 +332,20 @@ pub trait Backend: Send + Sized + 'static {
     ) -> Result<()>;
 
     /// `out[i] = x[wanted[i]]`, the rows that the step's layout names.
-    fn gather_wanted(&self, out: &mut Self::Tensor, x: &Self::Tensor, step: &Self::Step) -> Result<()>;
+    fn gather_wanted(
+        &self,
+        out: &mut Self::Tensor,
+        x: &Self::Tensor,
+        step: &Self::Step,
+    ) -> Result<()>;
 
     /// Samples row `i` of `logits` by `rows[i]` (none: the row is skipped) and keeps the tokens with the step.
-    fn sample(&self, step: &mut Self::Step, logits: &Self::Tensor, rows: &[Option<RowSampler>]) -> Result<()>;
+    fn sample(
+        &self,
+        step: &mut Self::Step,
+        logits: &Self::Tensor,
+        rows: &[Option<RowSampler>],
+    ) -> Result<()>;
 
     /// What [`Backend::sample`] chose, in order. Waits for it.
     fn read_samples(&self, step: &Self::Step) -> Result<Vec<Sampled>>;
@@ -337,7 +380,10 @@ pub trait Backend: Send + Sized + 'static {
         step: &Self::Step,
         shape: &AttentionShape,
     ) -> Result<()> {
-        let (q, kv) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
+        let (q, kv) = (
+            shape.heads * shape.head_dim,
+            shape.kv_heads * shape.head_dim,
+        );
         let KvRows { keys, values } = scratch;
         self.copy_columns(queries, 0, qkv, 0, q)?;
         self.copy_columns(keys, 0, qkv, q, kv)?;

@@ -1,7 +1,8 @@
 //! The judge: every op as the plainest loop that is right, sums in f64, one thread, no fused forms.
 
 use super::{
-    Activation, AttentionShape, Backend, ComputeType, Element, KEY_BLOCK, KvRows, Mask, RopeTable, StepLayout,
+    Activation, AttentionShape, Backend, ComputeType, Element, KEY_BLOCK, KvRows, Mask, RopeTable,
+    StepLayout,
 };
 use crate::kv::KvLayout;
 use crate::sampling::{RowSampler, Sampled};
@@ -73,13 +74,21 @@ impl ReferenceTensor {
         if (self.rows, self.width) == (rows, width) {
             return Ok(());
         }
-        Err(Error::Bug(format!("an output is {} x {} and should be {rows} x {width}", self.rows, self.width)))
+        Err(Error::Bug(format!(
+            "an output is {} x {} and should be {rows} x {width}",
+            self.rows, self.width
+        )))
     }
 }
 
 impl ReferencePages {
     fn vector(&self, page: usize, head: usize, offset: usize) -> std::ops::Range<usize> {
-        let KvLayout { page_size, kv_heads, head_dim, .. } = self.layout;
+        let KvLayout {
+            page_size,
+            kv_heads,
+            head_dim,
+            ..
+        } = self.layout;
         let start = ((page * kv_heads + head) * page_size + offset) * head_dim;
         start..start + head_dim
     }
@@ -102,12 +111,21 @@ impl Backend for ReferenceBackend {
     }
 
     fn alloc(&self, element: Element, capacity: usize, width: usize) -> Result<ReferenceTensor> {
-        Ok(ReferenceTensor { element, rows: 0, width, capacity, values: vec![f32::NAN; capacity * width] })
+        Ok(ReferenceTensor {
+            element,
+            rows: 0,
+            width,
+            capacity,
+            values: vec![f32::NAN; capacity * width],
+        })
     }
 
     fn set_rows(&self, tensor: &mut ReferenceTensor, rows: usize) -> Result<()> {
         if rows > tensor.capacity {
-            return Err(Error::Bug(format!("{rows} rows in a tensor for {}", tensor.capacity)));
+            return Err(Error::Bug(format!(
+                "{rows} rows in a tensor for {}",
+                tensor.capacity
+            )));
         }
         tensor.rows = rows;
         Ok(())
@@ -119,8 +137,13 @@ impl Backend for ReferenceBackend {
 
     fn upload(&self, tensor: &mut ReferenceTensor, first_row: usize, values: &[f32]) -> Result<()> {
         let start = first_row * tensor.width;
-        let Some(target) = tensor.values[..tensor.rows * tensor.width].get_mut(start..start + values.len()) else {
-            return Err(Error::Bug(format!("{} values from row {first_row} on do not fit", values.len())));
+        let Some(target) =
+            tensor.values[..tensor.rows * tensor.width].get_mut(start..start + values.len())
+        else {
+            return Err(Error::Bug(format!(
+                "{} values from row {first_row} on do not fit",
+                values.len()
+            )));
         };
         for (out, &value) in target.iter_mut().zip(values) {
             *out = self.round(tensor.element, value.into());
@@ -137,7 +160,10 @@ impl Backend for ReferenceBackend {
         for (row, out) in values.chunks_exact_mut(weight.cols()).enumerate() {
             weight.row_f32(row, out);
         }
-        Ok(ReferenceWeight { columns: weight.cols(), values: values.into() })
+        Ok(ReferenceWeight {
+            columns: weight.cols(),
+            values: values.into(),
+        })
     }
 
     fn load_rope(&self, table: &RopeTable) -> Result<RopeTable> {
@@ -146,7 +172,11 @@ impl Backend for ReferenceBackend {
 
     fn alloc_pages(&self, layout: &KvLayout, pages: usize) -> Result<ReferencePages> {
         let values = pages * layout.page_size * layout.kv_heads * layout.head_dim;
-        Ok(ReferencePages { layout: *layout, keys: vec![0.0; values], values: vec![0.0; values] })
+        Ok(ReferencePages {
+            layout: *layout,
+            keys: vec![0.0; values],
+            values: vec![0.0; values],
+        })
     }
 
     fn copy_pages(&self, pages: &mut ReferencePages, copies: &[(u32, u32)]) -> Result<()> {
@@ -159,38 +189,76 @@ impl Backend for ReferenceBackend {
         Ok(())
     }
 
-    fn read_slot(&self, pages: &ReferencePages, page: usize, head: usize, offset: usize) -> Result<(Vec<f32>, Vec<f32>)> {
+    fn read_slot(
+        &self,
+        pages: &ReferencePages,
+        page: usize,
+        head: usize,
+        offset: usize,
+    ) -> Result<(Vec<f32>, Vec<f32>)> {
         let vector = pages.vector(page, head, offset);
-        Ok((pages.keys[vector.clone()].to_vec(), pages.values[vector].to_vec()))
+        Ok((
+            pages.keys[vector.clone()].to_vec(),
+            pages.values[vector].to_vec(),
+        ))
     }
 
-    fn alloc_step(&self, _rows: usize, _spans: usize, _table_width: usize) -> Result<ReferenceStep> {
+    fn alloc_step(
+        &self,
+        _rows: usize,
+        _spans: usize,
+        _table_width: usize,
+    ) -> Result<ReferenceStep> {
         Ok(ReferenceStep::default())
     }
 
-    fn prepare(&self, step: &mut ReferenceStep, layout: &StepLayout, previous: Option<&ReferenceStep>) -> Result<()> {
+    fn prepare(
+        &self,
+        step: &mut ReferenceStep,
+        layout: &StepLayout,
+        previous: Option<&ReferenceStep>,
+    ) -> Result<()> {
         let mut layout = layout.clone();
         for &(row, index) in &layout.previous {
             let token = previous.and_then(|step| step.sampled.get(index as usize));
-            let token = token.ok_or_else(|| Error::Bug(format!("row {row} awaits token {index} of no step")))?;
+            let token = token
+                .ok_or_else(|| Error::Bug(format!("row {row} awaits token {index} of no step")))?;
             layout.ids[row as usize] = token.token;
         }
-        *step = ReferenceStep { layout, sampled: Vec::new() };
+        *step = ReferenceStep {
+            layout,
+            sampled: Vec::new(),
+        };
         Ok(())
     }
 
-    fn embed(&self, out: &mut ReferenceTensor, table: &ReferenceWeight, step: &ReferenceStep) -> Result<()> {
+    fn embed(
+        &self,
+        out: &mut ReferenceTensor,
+        table: &ReferenceWeight,
+        step: &ReferenceStep,
+    ) -> Result<()> {
         out.like(step.layout.rows(), table.columns)?;
         for (row, &id) in step.layout.ids.iter().enumerate() {
             let start = id as usize * table.columns;
-            for (out, &value) in out.row_mut(row).iter_mut().zip(&table.values[start..start + table.columns]) {
+            for (out, &value) in out
+                .row_mut(row)
+                .iter_mut()
+                .zip(&table.values[start..start + table.columns])
+            {
                 *out = self.compute.round(value);
             }
         }
         Ok(())
     }
 
-    fn rms_norm(&self, out: &mut ReferenceTensor, x: &ReferenceTensor, weight: &ReferenceTensor, eps: f32) -> Result<()> {
+    fn rms_norm(
+        &self,
+        out: &mut ReferenceTensor,
+        x: &ReferenceTensor,
+        weight: &ReferenceTensor,
+        eps: f32,
+    ) -> Result<()> {
         out.like(x.rows, x.width)?;
         for row in 0..x.rows {
             out.row_mut(row).copy_from_slice(x.row(row));
@@ -222,8 +290,15 @@ impl Backend for ReferenceBackend {
         for row in 0..x.rows {
             for (n, out) in out.row_mut(row).iter_mut().enumerate() {
                 let weights = &weight.values[n * weight.columns..(n + 1) * weight.columns];
-                let sum: f64 = weights.iter().zip(x.row(row)).map(|(&w, &x)| f64::from(w) * f64::from(x)).sum();
-                *out = self.round(element, sum + bias.map_or(0.0, |bias| f64::from(bias.values[n])));
+                let sum: f64 = weights
+                    .iter()
+                    .zip(x.row(row))
+                    .map(|(&w, &x)| f64::from(w) * f64::from(x))
+                    .sum();
+                *out = self.round(
+                    element,
+                    sum + bias.map_or(0.0, |bias| f64::from(bias.values[n])),
+                );
             }
         }
         Ok(())
@@ -238,26 +313,50 @@ impl Backend for ReferenceBackend {
         Ok(())
     }
 
-    fn rope(&self, x: &mut ReferenceTensor, rope: &RopeTable, step: &ReferenceStep, queries: bool) -> Result<()> {
+    fn rope(
+        &self,
+        x: &mut ReferenceTensor,
+        rope: &RopeTable,
+        step: &ReferenceStep,
+        queries: bool,
+    ) -> Result<()> {
         let pairs = rope.pairs;
         for row in 0..x.rows {
             let position = step.layout.positions[row] as usize;
             let table = position * pairs..(position + 1) * pairs;
             let (cos, sin) = (&rope.cos[table.clone()], &rope.sin[table]);
-            let scale = rope.query_scale.as_ref().filter(|_| queries).map_or(1.0, |scale| scale[position]);
+            let scale = rope
+                .query_scale
+                .as_ref()
+                .filter(|_| queries)
+                .map_or(1.0, |scale| scale[position]);
             for head in x.row_mut(row).chunks_exact_mut(2 * pairs) {
                 for j in 0..pairs {
                     let (a, b) = (head[j], head[j + pairs]);
-                    head[j] = self.compute.round(self.compute.round(a * cos[j] - b * sin[j]) * scale);
-                    head[j + pairs] = self.compute.round(self.compute.round(b * cos[j] + a * sin[j]) * scale);
+                    head[j] = self
+                        .compute
+                        .round(self.compute.round(a * cos[j] - b * sin[j]) * scale);
+                    head[j + pairs] = self
+                        .compute
+                        .round(self.compute.round(b * cos[j] + a * sin[j]) * scale);
                 }
             }
         }
         Ok(())
     }
 
-    fn store_kv(&self, pages: &mut ReferencePages, rows: &KvRows<ReferenceTensor>, step: &ReferenceStep) -> Result<()> {
-        let KvLayout { page_size, kv_heads, head_dim, .. } = pages.layout;
+    fn store_kv(
+        &self,
+        pages: &mut ReferencePages,
+        rows: &KvRows<ReferenceTensor>,
+        step: &ReferenceStep,
+    ) -> Result<()> {
+        let KvLayout {
+            page_size,
+            kv_heads,
+            head_dim,
+            ..
+        } = pages.layout;
         for (row, &slot) in step.layout.slots.iter().enumerate() {
             for head in 0..kv_heads {
                 let to = pages.vector(slot as usize / page_size, head, slot as usize % page_size);
@@ -281,7 +380,10 @@ impl Backend for ReferenceBackend {
         let head_dim = shape.head_dim;
         for span in 0..step.layout.spans() {
             let rows = step.layout.span(span);
-            let end = rows.clone().last().map_or(0, |row| step.layout.positions[row] as usize + 1);
+            let end = rows
+                .clone()
+                .last()
+                .map_or(0, |row| step.layout.positions[row] as usize + 1);
             for row in rows {
                 let position = step.layout.positions[row] as usize;
                 let visible = visible(shape.mask, position, end);
@@ -290,18 +392,27 @@ impl Backend for ReferenceBackend {
                     let query = &queries.row(row)[head * head_dim..(head + 1) * head_dim];
                     let mut fold = Fold::new(head_dim);
                     for block in visible.start / KEY_BLOCK..visible.end.div_ceil(KEY_BLOCK) {
-                        let keys = (block * KEY_BLOCK).max(visible.start)..((block + 1) * KEY_BLOCK).min(visible.end);
+                        let keys = (block * KEY_BLOCK).max(visible.start)
+                            ..((block + 1) * KEY_BLOCK).min(visible.end);
                         let slots = keys.map(|key| {
-                            let (page, offset) = step.layout.place(span, key, pages.layout.page_size);
+                            let (page, offset) =
+                                step.layout.place(span, key, pages.layout.page_size);
                             pages.vector(page, kv_head, offset)
                         });
                         fold.block(slots.map(|slot| {
                             let key = &pages.keys[slot.clone()];
-                            let score: f64 = query.iter().zip(key).map(|(&q, &k)| f64::from(q) * f64::from(k)).sum();
+                            let score: f64 = query
+                                .iter()
+                                .zip(key)
+                                .map(|(&q, &k)| f64::from(q) * f64::from(k))
+                                .sum();
                             (score * f64::from(shape.scale), &pages.values[slot])
                         }));
                     }
-                    for (i, out) in out.row_mut(row)[head * head_dim..(head + 1) * head_dim].iter_mut().enumerate() {
+                    for (i, out) in out.row_mut(row)[head * head_dim..(head + 1) * head_dim]
+                        .iter_mut()
+                        .enumerate()
+                    {
                         *out = self.round(Element::Model, fold.output[i] / fold.weight);
                     }
                 }
@@ -310,7 +421,12 @@ impl Backend for ReferenceBackend {
         Ok(())
     }
 
-    fn activation(&self, out: &mut ReferenceTensor, x: &ReferenceTensor, activation: &Activation) -> Result<()> {
+    fn activation(
+        &self,
+        out: &mut ReferenceTensor,
+        x: &ReferenceTensor,
+        activation: &Activation,
+    ) -> Result<()> {
         out.like(x.rows, activation.output_width(x.width))?;
         for row in 0..x.rows {
             let x = x.row(row);
@@ -326,7 +442,8 @@ impl Backend for ReferenceBackend {
                         if x > 0.0 {
                             f64::from(xielu.alpha_p) * x * x + beta * x
                         } else {
-                            (x.min(xielu.eps.into()).exp_m1() - x) * f64::from(xielu.alpha_n) + beta * x
+                            (x.min(xielu.eps.into()).exp_m1() - x) * f64::from(xielu.alpha_n)
+                                + beta * x
                         }
                     }
                 };
@@ -350,7 +467,12 @@ impl Backend for ReferenceBackend {
         Ok(())
     }
 
-    fn gather_wanted(&self, out: &mut ReferenceTensor, x: &ReferenceTensor, step: &ReferenceStep) -> Result<()> {
+    fn gather_wanted(
+        &self,
+        out: &mut ReferenceTensor,
+        x: &ReferenceTensor,
+        step: &ReferenceStep,
+    ) -> Result<()> {
         out.like(step.layout.wanted.len(), x.width)?;
         for (i, &row) in step.layout.wanted.iter().enumerate() {
             out.row_mut(i).copy_from_slice(x.row(row as usize));
@@ -358,7 +480,12 @@ impl Backend for ReferenceBackend {
         Ok(())
     }
 
-    fn sample(&self, step: &mut ReferenceStep, logits: &ReferenceTensor, rows: &[Option<RowSampler>]) -> Result<()> {
+    fn sample(
+        &self,
+        step: &mut ReferenceStep,
+        logits: &ReferenceTensor,
+        rows: &[Option<RowSampler>],
+    ) -> Result<()> {
         step.sampled.clear();
         for (row, sampler) in rows.iter().enumerate() {
             if let Some(sampler) = sampler {
@@ -378,7 +505,9 @@ impl ReferenceBackend {
         let squares: f64 = values.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
         let scale = 1.0 / (squares / values.len() as f64 + f64::from(eps)).sqrt();
         for (value, &weight) in values.iter_mut().zip(weight) {
-            *value = self.compute.round((f64::from(*value) * scale * f64::from(weight)) as f32);
+            *value = self
+                .compute
+                .round((f64::from(*value) * scale * f64::from(weight)) as f32);
         }
     }
 }
@@ -404,13 +533,21 @@ struct Fold {
 
 impl Fold {
     fn new(head_dim: usize) -> Self {
-        Fold { max: f64::NEG_INFINITY, weight: 0.0, output: vec![0.0; head_dim] }
+        Fold {
+            max: f64::NEG_INFINITY,
+            weight: 0.0,
+            output: vec![0.0; head_dim],
+        }
     }
 
     fn block<'a>(&mut self, keys: impl Iterator<Item = (f64, &'a [f32])>) {
         let keys: Vec<_> = keys.collect();
         let max = keys.iter().fold(self.max, |max, key| max.max(key.0));
-        let old = if self.weight == 0.0 { 0.0 } else { (self.max - max).exp() };
+        let old = if self.weight == 0.0 {
+            0.0
+        } else {
+            (self.max - max).exp()
+        };
         self.max = max;
         self.weight *= old;
         self.output.iter_mut().for_each(|output| *output *= old);

@@ -49,8 +49,8 @@ impl Shapes {
                 prompt.contains(NAME) && prompt.contains(ABOUT)
             });
         let arguments = json!({KEY: "value"});
-        let as_object = probe(template, tools, &called(arguments.clone()));
-        let as_text = probe(template, tools, &called(arguments.to_string().into()));
+        let as_object = probe(template, tools, &called(&arguments));
+        let as_text = probe(template, tools, &called(&arguments.to_string().into()));
         let is_json = |prompt: &str| {
             prompt.contains(&format!("{KEY}\"")) && !prompt.contains(&format!("{KEY}\\\""))
         };
@@ -79,7 +79,7 @@ fn probe(template: &ChatTemplate, tools: Option<ToolShape>, messages: &[Value]) 
     template.render(&request).unwrap_or_default()
 }
 
-fn called(arguments: Value) -> [Value; 3] {
+fn called(arguments: &Value) -> [Value; 3] {
     let call = json!({
         // As long as Mistral's templates demand.
         "id": "callcall1",

@@ -17,7 +17,7 @@ use minijinja_contrib::pycompat;
 /// instruction or 64 bytes of text. A million tokens of conversation need about a tenth of it.
 const FUEL: u64 = 10_000_000;
 /// Bytes that a prompt, or one value written as JSON, may have.
-pub(super) const MAX_OUTPUT: usize = 64 << 20;
+pub(super) const MAX_OUTPUT: usize = 16 << 20;
 /// Calls within calls; the deepest template known, a recursive printer of schemas, needs few.
 const MAX_RECURSION: usize = 200;
 /// Lists in lists that may be written as JSON. The reader of requests allows 128.
@@ -40,6 +40,9 @@ pub(super) fn environment() -> Environment<'static> {
     environment.set_unknown_method_callback(method);
     environment.add_filter("tojson", tojson);
     environment.add_filter("trim", trim);
+    environment.add_filter("int", int);
+    environment.add_filter("float", to_float);
+    environment.add_filter("string", string);
     environment.add_test("iterable", is_iterable);
     environment.add_test("sequence", is_sequence);
     environment.add_function("raise_exception", raise_exception);
@@ -59,7 +62,7 @@ impl std::fmt::Display for Refusal {
 impl std::error::Error for Refusal {}
 
 fn raise_exception(message: &Value) -> Result<Value, Error> {
-    let refusal = Refusal(message.to_string());
+    let refusal = Refusal(printed(message)?);
     Err(Error::new(
         ErrorKind::InvalidOperation,
         "the template raised an exception",
@@ -82,11 +85,99 @@ pub(super) fn is_blank(character: char) -> bool {
     character.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&character)
 }
 
-fn trim(value: &Value, characters: Option<&str>) -> String {
-    let text = value.to_string();
-    match characters {
+fn trim(value: &Value, characters: Option<&str>) -> Result<String, Error> {
+    let text = printed(value)?;
+    Ok(match characters {
         None => text.trim_matches(is_blank).to_owned(),
         Some(characters) => text.trim_matches(|c| characters.contains(c)).to_owned(),
+    })
+}
+
+/// A value as text. A list may hold another one many times over, so its text is not allowed to be
+/// as long as it likes.
+fn printed(value: &Value) -> Result<String, Error> {
+    struct Limited(String);
+    impl std::fmt::Write for Limited {
+        fn write_str(&mut self, text: &str) -> std::fmt::Result {
+            if self.0.len() + text.len() > MAX_OUTPUT {
+                return Err(std::fmt::Error);
+            }
+            self.0.push_str(text);
+            Ok(())
+        }
+    }
+    let mut text = Limited(String::new());
+    write!(text, "{value}").map_err(|_| {
+        Error::new(
+            ErrorKind::OutOfFuel,
+            format!("text of more than {MAX_OUTPUT} bytes"),
+        )
+    })?;
+    Ok(text.0)
+}
+
+/// A number from text or a number, 0 or `default` if there is none; an error only if it is undefined.
+fn int(value: &Value, default: Option<Value>, base: Option<u32>) -> Result<Value, Error> {
+    defined(value)?;
+    let base = base.filter(|base| (2..=36).contains(base)).unwrap_or(10);
+    let whole = match value.as_str() {
+        Some(text) => i128::from_str_radix(&number_text(text), base).ok(),
+        None => i128::try_from(value.clone())
+            .ok()
+            .filter(|_| value.is_integer()),
+    };
+    let cut = || {
+        as_float(value)
+            .filter(|number| number.is_finite())
+            .map(|number| number as i128)
+    };
+    Ok(match whole.or_else(cut) {
+        // Numbers that fit are kept small, so that they compare and print like others.
+        Some(number) => i64::try_from(number).map_or_else(|_| number.into(), Value::from),
+        None => default.unwrap_or_else(|| 0.into()),
+    })
+}
+
+fn to_float(value: &Value, default: Option<Value>) -> Result<Value, Error> {
+    defined(value)?;
+    let number = as_float(value).map(Value::from);
+    Ok(number.or(default).unwrap_or_else(|| 0.0.into()))
+}
+
+fn defined(value: &Value) -> Result<(), Error> {
+    match value.is_undefined() {
+        true => Err(Error::new(
+            ErrorKind::UndefinedError,
+            "there is no value to make a number of",
+        )),
+        false => Ok(()),
+    }
+}
+
+fn as_float(value: &Value) -> Option<f64> {
+    match value.as_str() {
+        Some(text) => number_text(text).parse().ok(),
+        None if value.kind() == ValueKind::Bool => Some(f64::from(u8::from(value.is_true()))),
+        None => f64::try_from(value.clone()).ok(),
+    }
+}
+
+/// Python allows blanks around a number and an underscore between two digits.
+fn number_text(text: &str) -> String {
+    let text = text.trim_matches(is_blank);
+    let is_spaced = text.starts_with('_') || text.ends_with('_') || text.contains("__");
+    match is_spaced {
+        true => text.to_owned(),
+        false => text.replace('_', ""),
+    }
+}
+
+fn string(value: &Value) -> Result<String, Error> {
+    let is_float = value.kind() == ValueKind::Number && !value.is_integer();
+    match f64::try_from(value.clone()) {
+        Ok(number) if is_float && number.is_finite() => Ok(float(number)),
+        Ok(_) if is_float => Ok(printed(value)?.to_lowercase()),
+        _ => printed(value),
     }
 }
 
@@ -163,6 +254,10 @@ pub(super) fn strftime(now: DateTime, format: &str) -> String {
 }
 
 /// `json.dumps(value, ensure_ascii=False)` and the other keywords that transformers' filter takes.
+#[expect(
+    clippy::needless_pass_by_value,
+    reason = "the engine hands keyword arguments over by value"
+)]
 fn tojson(
     value: &Value,
     ensure_ascii: Option<Value>,
@@ -176,13 +271,11 @@ fn tojson(
     let is_true = |value: Option<Value>| value.is_some_and(|value| value.is_true());
     let ensure_ascii = is_true(keyword(ensure_ascii, "ensure_ascii")?);
     let sort_keys = is_true(keyword(None, "sort_keys")?);
-    let indent = match keyword(indent, "indent")?.filter(|indent| !indent.is_none()) {
-        None => None,
-        Some(indent) => Some(match indent.as_str() {
-            Some(text) => text.to_owned(),
-            None => " ".repeat(usize::try_from(indent).unwrap_or(0).min(64)),
-        }),
-    };
+    let indent = keyword(indent, "indent")?.filter(|indent| !indent.is_none());
+    let indent = indent.map(|indent| match indent.as_str() {
+        Some(text) => text.to_owned(),
+        None => " ".repeat(usize::try_from(indent).unwrap_or(0).min(64)),
+    });
     let separators = keyword(None, "separators")?.filter(|separators| !separators.is_none());
     kwargs.assert_all_used()?;
     let separators = match separators {

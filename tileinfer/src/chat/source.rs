@@ -47,6 +47,12 @@ impl Sources {
     }
 }
 
+/// The special tokens that `dir` names, for a template that comes from elsewhere.
+pub(super) fn special_tokens_of(dir: &Path) -> Result<Map<String, Value>> {
+    let config = read_json(&dir.join("tokenizer_config.json"))?;
+    special_tokens(dir, config.as_ref())
+}
+
 fn templates(dir: &Path, config: Option<&Value>) -> Result<(BTreeMap<String, String>, PathBuf)> {
     let mut named = BTreeMap::new();
     let main = dir.join("chat_template.jinja");

@@ -17,7 +17,7 @@ use super::{
     ChatRequest,
     accommodate::Shapes,
     python::{self, MAX_OUTPUT, Refusal, is_blank},
-    source::Sources,
+    source::{Sources, special_tokens_of},
 };
 use crate::{Error, Result};
 
@@ -70,6 +70,15 @@ impl ChatTemplate {
             sources.templates,
             sources.special_tokens,
         ))
+    }
+
+    /// The template in `file`, with the special tokens of the model in `dir`.
+    ///
+    /// # Errors
+    /// A file that cannot be read or does not compile.
+    pub fn from_file(file: &Path, dir: &Path) -> Result<Self> {
+        let source = std::fs::read_to_string(file).map_err(|error| Error::io(file, error))?;
+        Self::from_source(&source, special_tokens_of(dir)?)
     }
 
     /// A template given as text, with the special tokens that it may name, such as `bos_token`.
@@ -212,12 +221,13 @@ impl ChatTemplate {
             ),
         ];
         // Later ones win: no variable can take the place of the conversation.
-        let context: minijinja::Value = [("strftime_now", clock)]
-            .into_iter()
-            .chain(json_pairs(&self.0.special_tokens))
-            .chain(json_pairs(&request.variables))
-            .chain(fixed)
-            .collect();
+        let context = minijinja::Value::from_pairs(
+            [("strftime_now", clock)]
+                .into_iter()
+                .chain(json_pairs(&self.0.special_tokens))
+                .chain(json_pairs(&request.variables))
+                .chain(fixed),
+        );
         let mut output = Limited(Vec::new());
         let template = self.0.environment.get_template(name);
         template

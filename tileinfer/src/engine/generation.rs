@@ -68,18 +68,33 @@ pub struct Generation {
 impl Generation {
     /// Continues `prompt` after what `sequence` has cached of it; whatever else it holds is dropped. At least
     /// the last token of the prompt is run. `max_length` is the longest sequence the model can process.
-    pub fn new(mut sequence: Sequence, prompt: &[u32], options: GenerationOptions, max_length: usize) -> Result<Self> {
+    pub fn new(
+        mut sequence: Sequence,
+        prompt: &[u32],
+        options: GenerationOptions,
+        max_length: usize,
+    ) -> Result<Self> {
         if prompt.is_empty() {
-            return Err(Error::usage("the prompt is empty: there is nothing to continue"));
+            return Err(Error::usage(
+                "the prompt is empty: there is nothing to continue",
+            ));
         }
         if prompt.len() >= max_length {
-            return Err(Error::ContextFull { needed: prompt.len() + 1, limit: max_length });
+            return Err(Error::ContextFull {
+                needed: prompt.len() + 1,
+                limit: max_length,
+            });
         }
         options.sampling.validate()?;
         let prefix = sequence.common_prefix(prompt).min(prompt.len() - 1);
         let cached_tokens = sequence.truncate(prefix);
-        let limit = options.max_tokens.map_or(max_length, |most| max_length.min(prompt.len().saturating_add(most)));
-        let counts = options.sampling.has_penalties().then(|| Arc::new(TokenCounts::new(prompt)));
+        let limit = options.max_tokens.map_or(max_length, |most| {
+            max_length.min(prompt.len().saturating_add(most))
+        });
+        let counts = options
+            .sampling
+            .has_penalties()
+            .then(|| Arc::new(TokenCounts::new(prompt)));
         Ok(Generation {
             sequence,
             tokens: prompt.to_vec(),
@@ -90,7 +105,11 @@ impl Generation {
             copies: Vec::new(),
             epoch: 0,
             counts,
-            finish: if limit == prompt.len() { Some(FinishReason::Length) } else { None },
+            finish: if limit == prompt.len() {
+                Some(FinishReason::Length)
+            } else {
+                None
+            },
             options,
             limit,
         })

@@ -69,7 +69,13 @@ impl StepLoop {
     /// A loop over `runner`, all pages free.
     pub fn new(runner: Box<dyn Runner>) -> Self {
         let pool = PagePool::new(runner.limits().pages);
-        StepLoop { runner, pool, slots: Vec::new(), serial: 0, flight: VecDeque::new() }
+        StepLoop {
+            runner,
+            pool,
+            slots: Vec::new(),
+            serial: 0,
+            flight: VecDeque::new(),
+        }
     }
 
     /// What the runner can hold and do.
@@ -108,29 +114,46 @@ impl StepLoop {
     /// Takes a generation in.
     pub fn admit(&mut self, generation: Generation) -> Slot {
         self.serial += 1;
-        let index = self.slots.iter().position(Option::is_none).unwrap_or_else(|| {
-            self.slots.push(None);
-            self.slots.len() - 1
-        });
+        let index = self
+            .slots
+            .iter()
+            .position(Option::is_none)
+            .unwrap_or_else(|| {
+                self.slots.push(None);
+                self.slots.len() - 1
+            });
         self.slots[index] = Some((self.serial, generation));
-        Slot { index, serial: self.serial }
+        Slot {
+            index,
+            serial: self.serial,
+        }
     }
 
     /// The generation in `slot`.
     pub fn get(&self, slot: Slot) -> Option<&Generation> {
-        self.slots.get(slot.index)?.as_ref().filter(|(serial, _)| *serial == slot.serial).map(|(_, found)| found)
+        self.slots
+            .get(slot.index)?
+            .as_ref()
+            .filter(|(serial, _)| *serial == slot.serial)
+            .map(|(_, found)| found)
     }
 
     /// The generation in `slot`, to change.
     pub fn get_mut(&mut self, slot: Slot) -> Option<&mut Generation> {
-        self.slots.get_mut(slot.index)?.as_mut().filter(|(serial, _)| *serial == slot.serial).map(|(_, found)| found)
+        self.slots
+            .get_mut(slot.index)?
+            .as_mut()
+            .filter(|(serial, _)| *serial == slot.serial)
+            .map(|(_, found)| found)
     }
 
     /// Takes a generation out, finished or not. What a step in flight does for it is dropped: pages that it
     /// writes to may be handed on at once, since later steps run after it.
     pub fn remove(&mut self, slot: Slot) -> Option<Generation> {
         self.get(slot)?;
-        self.slots[slot.index].take().map(|(_, generation)| generation)
+        self.slots[slot.index]
+            .take()
+            .map(|(_, generation)| generation)
     }
 
     /// Makes sure that `rows` more rows of a generation have pages, letting go of what no window sees any
@@ -170,34 +193,68 @@ impl StepLoop {
         }
         // Where each generation's token stands among the samples of the step before.
         let newest = self.flight.back().map_or(&[][..], |step| &step.spans);
-        let sampling: Vec<Slot> = newest.iter().filter(|span| span.samples).map(|span| span.slot).collect();
+        let sampling: Vec<Slot> = newest
+            .iter()
+            .filter(|span| span.samples)
+            .map(|span| span.slot)
+            .collect();
         for Planned { slot, rows, drafts } in plan {
             let generation = self.get(*slot).ok_or_else(|| unknown(*slot))?;
             if *rows == 0 || *rows > generation.ready_rows() {
-                return Err(Error::Bug(format!("{rows} rows planned where {} are ready", generation.ready_rows())));
+                return Err(Error::Bug(format!(
+                    "{rows} rows planned where {} are ready",
+                    generation.ready_rows()
+                )));
             }
             let (start, end) = (generation.launched, generation.launched + rows);
             let samples = end >= generation.tokens.len();
-            let input = if generation.runs_ahead() {
-                let index = sampling.iter().position(|sampled| sampled == slot);
-                Input::Previous(index.ok_or_else(|| Error::Bug("no step in flight brings its token".to_owned()))? as u32)
-            } else {
-                Input::Ids([&generation.tokens[start..end], drafts].concat())
-            };
+            let input =
+                if generation.runs_ahead() {
+                    let index = sampling.iter().position(|sampled| sampled == slot);
+                    Input::Previous(index.ok_or_else(|| {
+                        Error::Bug("no step in flight brings its token".to_owned())
+                    })? as u32)
+                } else {
+                    Input::Ids([&generation.tokens[start..end], drafts].concat())
+                };
             let want = if samples {
-                let sample = (0..=drafts.len()).map(|i| generation.sampler(end + i, &drafts[..i])).collect();
-                let rows = if drafts.is_empty() { Rows::Last } else { Rows::All };
-                Want { rows, sample, ..Want::default() }
+                let sample = (0..=drafts.len())
+                    .map(|i| generation.sampler(end + i, &drafts[..i]))
+                    .collect();
+                let rows = if drafts.is_empty() {
+                    Rows::Last
+                } else {
+                    Rows::All
+                };
+                Want {
+                    rows,
+                    sample,
+                    ..Want::default()
+                }
             } else {
                 Want::default()
             };
             if !drafts.is_empty() && (*rows != 1 || !samples || generation.runs_ahead()) {
                 return Err(Error::Bug("drafts follow one known last token".to_owned()));
             }
-            batch.copies.extend(generation.copies.iter().map(|copy| copy.pages()));
-            batch.spans.push(Span { input, start, table: generation.sequence.table(), want });
+            batch
+                .copies
+                .extend(generation.copies.iter().map(|copy| copy.pages()));
+            batch.spans.push(Span {
+                input,
+                start,
+                table: generation.sequence.table(),
+                want,
+            });
             let (rows, drafts, epoch) = (*rows, drafts.clone(), generation.epoch);
-            spans.push(SpanInFlight { slot: *slot, start, rows, drafts, samples, epoch });
+            spans.push(SpanInFlight {
+                slot: *slot,
+                start,
+                rows,
+                drafts,
+                samples,
+                epoch,
+            });
         }
         let ticket = self.runner.launch(&batch)?;
         for span in &spans {
@@ -212,15 +269,23 @@ impl StepLoop {
     }
 
     fn commit(&mut self) -> Result<Vec<Advance>> {
-        let Some(step) = self.flight.pop_front() else { return Ok(Vec::new()) };
+        let Some(step) = self.flight.pop_front() else {
+            return Ok(Vec::new());
+        };
         let output = self.runner.read(step.ticket)?;
         let still_in_flight = |flight: &VecDeque<InFlight>, slot| {
-            flight.iter().any(|step| step.spans.iter().any(|span| span.slot == slot && span.samples))
+            flight.iter().any(|step| {
+                step.spans
+                    .iter()
+                    .any(|span| span.slot == slot && span.samples)
+            })
         };
         let mut advances = Vec::with_capacity(step.spans.len());
         for (span, output) in step.spans.into_iter().zip(output.spans) {
             let awaits = still_in_flight(&self.flight, span.slot);
-            let Some(generation) = self.get_mut(span.slot) else { continue };
+            let Some(generation) = self.get_mut(span.slot) else {
+                continue;
+            };
             if generation.finish.is_some() || generation.epoch != span.epoch {
                 // It ended, or was preempted, while this step was in flight.
                 continue;
@@ -245,7 +310,12 @@ impl StepLoop {
                 generation.awaits = false;
             }
             let finish = generation.finish;
-            advances.push(Advance { slot: span.slot, tokens, drafted: span.drafts.len(), finish });
+            advances.push(Advance {
+                slot: span.slot,
+                tokens,
+                drafted: span.drafts.len(),
+                finish,
+            });
         }
         Ok(advances)
     }

@@ -59,7 +59,9 @@ impl PagePool {
     /// A pool of `total` free pages.
     pub fn new(total: usize) -> Self {
         let free = Mutex::new((0..total as u32).rev().collect());
-        PagePool { shared: Arc::new(Shared { total, free }) }
+        PagePool {
+            shared: Arc::new(Shared { total, free }),
+        }
     }
 
     /// Pages there are.
@@ -76,12 +78,24 @@ impl PagePool {
     pub fn take(&self, count: usize) -> Result<Vec<Page>> {
         let mut free = self.shared.free();
         if free.len() < count {
-            return Err(Error::OutOfPages { needed: count, free: free.len() });
+            return Err(Error::OutOfPages {
+                needed: count,
+                free: free.len(),
+            });
         }
         let rest = free.len() - count;
         let ids = free.split_off(rest);
         drop(free);
-        Ok(ids.into_iter().rev().map(|id| Page { held: Arc::new(Held { id, pool: self.shared.clone() }) }).collect())
+        Ok(ids
+            .into_iter()
+            .rev()
+            .map(|id| Page {
+                held: Arc::new(Held {
+                    id,
+                    pool: self.shared.clone(),
+                }),
+            })
+            .collect())
     }
 }
 
@@ -98,7 +112,10 @@ mod tests {
         assert!(copy.is_shared() && !pages[0].is_shared());
         drop(pages);
         assert_eq!(pool.free(), 2);
-        assert!(matches!(pool.take(3), Err(Error::OutOfPages { needed: 3, free: 2 })));
+        assert!(matches!(
+            pool.take(3),
+            Err(Error::OutOfPages { needed: 3, free: 2 })
+        ));
         drop(copy);
         assert_eq!(pool.free(), 3);
     }

@@ -43,15 +43,36 @@ impl PageCopy {
 impl Sequence {
     /// An empty sequence in `pool`, whose pages hold `page_size` positions each.
     pub fn new(pool: &PagePool, page_size: usize) -> Self {
-        Sequence { pool: pool.clone(), page_size, first_page: 0, pages: Vec::new(), tokens: Vec::new() }
+        Sequence {
+            pool: pool.clone(),
+            page_size,
+            first_page: 0,
+            pages: Vec::new(),
+            tokens: Vec::new(),
+        }
     }
 
     /// A sequence that begins with pages which already hold the keys and values of `tokens` (whole pages).
-    pub fn from_prefix(pool: &PagePool, page_size: usize, pages: Vec<Page>, tokens: Vec<u32>) -> Result<Self> {
+    pub fn from_prefix(
+        pool: &PagePool,
+        page_size: usize,
+        pages: Vec<Page>,
+        tokens: Vec<u32>,
+    ) -> Result<Self> {
         if pages.len() * page_size != tokens.len() {
-            return Err(Error::Bug(format!("{} pages cannot be the prefix of {} tokens", pages.len(), tokens.len())));
+            return Err(Error::Bug(format!(
+                "{} pages cannot be the prefix of {} tokens",
+                pages.len(),
+                tokens.len()
+            )));
         }
-        Ok(Sequence { pool: pool.clone(), page_size, first_page: 0, pages, tokens })
+        Ok(Sequence {
+            pool: pool.clone(),
+            page_size,
+            first_page: 0,
+            pages,
+            tokens,
+        })
     }
 
     /// Cached positions.
@@ -81,7 +102,10 @@ impl Sequence {
 
     /// The block table of a step.
     pub fn table(&self) -> BlockTable {
-        BlockTable { first_page: self.first_page, pages: self.pages.iter().map(Page::id).collect() }
+        BlockTable {
+            first_page: self.first_page,
+            pages: self.pages.iter().map(Page::id).collect(),
+        }
     }
 
     /// Makes room up to position `end`, so that positions from `start` on may be written: takes pages for
@@ -89,10 +113,15 @@ impl Sequence {
     /// nothing. The copies belong to the next step's batch.
     pub fn reserve(&mut self, start: usize, end: usize) -> Result<Vec<PageCopy>> {
         let first_written = start / self.page_size;
-        let shared: Vec<usize> = (first_written.max(self.first_page)..self.first_page + self.pages.len())
-            .filter(|&page| page * self.page_size < end && self.pages[page - self.first_page].is_shared())
+        let shared: Vec<usize> = (first_written.max(self.first_page)
+            ..self.first_page + self.pages.len())
+            .filter(|&page| {
+                page * self.page_size < end && self.pages[page - self.first_page].is_shared()
+            })
             .collect();
-        let missing = end.div_ceil(self.page_size).saturating_sub(self.first_page + self.pages.len());
+        let missing = end
+            .div_ceil(self.page_size)
+            .saturating_sub(self.first_page + self.pages.len());
         let mut fresh = self.pool.take(shared.len() + missing)?.into_iter();
         let mut copies = Vec::new();
         for page in shared {
@@ -112,7 +141,9 @@ impl Sequence {
     pub fn append(&mut self, tokens: &[u32]) -> Result<()> {
         if self.len() + tokens.len() > self.capacity() {
             let (len, more, capacity) = (self.len(), tokens.len(), self.capacity());
-            return Err(Error::Bug(format!("{more} tokens after {len} do not fit in pages for {capacity}")));
+            return Err(Error::Bug(format!(
+                "{more} tokens after {len} do not fit in pages for {capacity}"
+            )));
         }
         self.tokens.extend_from_slice(tokens);
         Ok(())
@@ -123,13 +154,18 @@ impl Sequence {
     /// would see there is gone.
     pub fn truncate(&mut self, len: usize) -> usize {
         let len = len.min(self.len());
-        let len = if self.first_page > 0 && len < self.len() { 0 } else { len };
+        let len = if self.first_page > 0 && len < self.len() {
+            0
+        } else {
+            len
+        };
         if len == 0 {
             self.first_page = 0;
             self.pages.clear();
         }
         self.tokens.truncate(len);
-        self.pages.truncate(len.div_ceil(self.page_size).saturating_sub(self.first_page));
+        self.pages
+            .truncate(len.div_ceil(self.page_size).saturating_sub(self.first_page));
         len
     }
 
@@ -142,7 +178,8 @@ impl Sequence {
     pub fn retire_before(&mut self, position: usize) {
         let page = position.min(self.len()) / self.page_size;
         if page > self.first_page {
-            self.pages.drain(..(page - self.first_page).min(self.pages.len()));
+            self.pages
+                .drain(..(page - self.first_page).min(self.pages.len()));
             self.first_page = page;
         }
     }
@@ -160,7 +197,11 @@ impl Sequence {
 
     /// How many of `tokens` are cached from the beginning on.
     pub fn common_prefix(&self, tokens: &[u32]) -> usize {
-        self.tokens.iter().zip(tokens).take_while(|(a, b)| a == b).count()
+        self.tokens
+            .iter()
+            .zip(tokens)
+            .take_while(|(a, b)| a == b)
+            .count()
     }
 }
 
@@ -174,9 +215,15 @@ mod tests {
         let mut sequence = Sequence::new(&pool, 4);
         assert!(sequence.reserve(0, 9).unwrap().is_empty());
         sequence.append(&[1; 9]).unwrap();
-        assert_eq!((sequence.len(), sequence.capacity(), pool.free()), (9, 12, 1));
+        assert_eq!(
+            (sequence.len(), sequence.capacity(), pool.free()),
+            (9, 12, 1)
+        );
         assert!(sequence.append(&[1; 4]).is_err());
-        assert!(matches!(sequence.reserve(9, 17), Err(Error::OutOfPages { needed: 2, free: 1 })));
+        assert!(matches!(
+            sequence.reserve(9, 17),
+            Err(Error::OutOfPages { needed: 2, free: 1 })
+        ));
         assert_eq!(pool.free(), 1, "a failed reservation takes nothing");
         assert_eq!(sequence.truncate(4), 4);
         assert_eq!(pool.free(), 3);
@@ -193,10 +240,16 @@ mod tests {
         let mut two = one.fork();
         assert_eq!(pool.free(), 6);
         let copies = two.reserve(6, 7).unwrap();
-        assert_eq!(copies.iter().map(PageCopy::pages).collect::<Vec<_>>(), [(1, 2)]);
+        assert_eq!(
+            copies.iter().map(PageCopy::pages).collect::<Vec<_>>(),
+            [(1, 2)]
+        );
         assert_eq!(two.table().pages, [0, 2]);
         drop(copies);
-        assert!(one.reserve(6, 7).unwrap().is_empty(), "the other one now has the page to itself");
+        assert!(
+            one.reserve(6, 7).unwrap().is_empty(),
+            "the other one now has the page to itself"
+        );
         // Rewound to a page's beginning, nothing of the shared page is needed.
         let mut three = one.fork();
         three.truncate(4);
@@ -211,9 +264,19 @@ mod tests {
         sequence.reserve(0, 12).unwrap();
         sequence.append(&[7; 11]).unwrap();
         sequence.retire_before(9);
-        assert_eq!(sequence.table(), BlockTable { first_page: 2, pages: vec![2] });
+        assert_eq!(
+            sequence.table(),
+            BlockTable {
+                first_page: 2,
+                pages: vec![2]
+            }
+        );
         assert_eq!((pool.free(), sequence.capacity()), (3, 12));
-        assert_eq!(sequence.truncate(10), 0, "what the window would see is gone");
+        assert_eq!(
+            sequence.truncate(10),
+            0,
+            "what the window would see is gone"
+        );
         assert_eq!((pool.free(), sequence.table()), (4, BlockTable::default()));
     }
 
@@ -224,7 +287,9 @@ mod tests {
         let mut live: Vec<Sequence> = Vec::new();
         let mut state = 1u64;
         let mut random = move |n: usize| {
-            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            state = state
+                .wrapping_mul(6364136223846793005)
+                .wrapping_add(1442695040888963407);
             (state >> 33) as usize % n
         };
         for _ in 0..100_000 {
@@ -254,7 +319,8 @@ mod tests {
                 }
                 _ => {}
             }
-            let held: std::collections::BTreeSet<u32> = live.iter().flat_map(|s| s.table().pages).collect();
+            let held: std::collections::BTreeSet<u32> =
+                live.iter().flat_map(|s| s.table().pages).collect();
             assert_eq!(held.len() + pool.free(), pool.total());
         }
     }

@@ -30,23 +30,53 @@ pub fn forward<B: Backend>(
         let qkv = &layer.qkv;
         backend.linear(&mut ws.qkv, &qkv.weight, qkv.bias.as_ref(), &ws.normed)?;
 
-        let norms = QkNorms { query: layer.query_norm.as_ref(), key: layer.key_norm.as_ref(), eps };
+        let norms = QkNorms {
+            query: layer.query_norm.as_ref(),
+            key: layer.key_norm.as_ref(),
+            eps,
+        };
         let rope = layer.rotates.then_some(&model.rope);
         let (q, kv, step, shape) = (&mut ws.queries, &mut ws.kv_rows, &ws.step, &layer.attention);
         backend.qk_norm_rope_store(q, &mut pages[i], kv, &ws.qkv, norms, rope, step, shape)?;
         backend.attention(&mut ws.attended, &ws.queries, &pages[i], step, shape)?;
 
-        backend.linear(&mut ws.delta, &layer.output.weight, layer.output.bias.as_ref(), &ws.attended)?;
+        backend.linear(
+            &mut ws.delta,
+            &layer.output.weight,
+            layer.output.bias.as_ref(),
+            &ws.attended,
+        )?;
         backend.all_reduce(&mut ws.delta)?;
-        backend.add_rms_norm(&mut ws.stream, &mut ws.normed, &ws.delta, &layer.mlp_norm, eps)?;
+        backend.add_rms_norm(
+            &mut ws.stream,
+            &mut ws.normed,
+            &ws.delta,
+            &layer.mlp_norm,
+            eps,
+        )?;
 
         let up = &layer.up;
         let (active, wide) = (&mut ws.active, &mut ws.wide);
-        backend.linear_activation(active, wide, &up.weight, up.bias.as_ref(), &ws.normed, &layer.activation)?;
-        backend.linear(&mut ws.delta, &layer.down.weight, layer.down.bias.as_ref(), &ws.active)?;
+        backend.linear_activation(
+            active,
+            wide,
+            &up.weight,
+            up.bias.as_ref(),
+            &ws.normed,
+            &layer.activation,
+        )?;
+        backend.linear(
+            &mut ws.delta,
+            &layer.down.weight,
+            layer.down.bias.as_ref(),
+            &ws.active,
+        )?;
         backend.all_reduce(&mut ws.delta)?;
 
-        norm = model.layers.get(i + 1).map_or(&model.final_norm, |next| &next.attention_norm);
+        norm = model
+            .layers
+            .get(i + 1)
+            .map_or(&model.final_norm, |next| &next.attention_norm);
         backend.add_rms_norm(&mut ws.stream, &mut ws.normed, &ws.delta, norm, eps)?;
         ws.tap(backend, i + 1)?;
     }

@@ -82,12 +82,17 @@ impl<B: Backend> DecoderLM<B> {
     ) -> Result<Self> {
         let compute = backend.compute_type();
         if options.max_length == 0 {
-            return Err(Error::usage("the context size is 0 and should be at least 1"));
+            return Err(Error::usage(
+                "the context size is 0 and should be at least 1",
+            ));
         }
         let weight = |weight: &Weight| backend.load_weight(weight);
         let vector = |values: &[f32]| backend.load_vector(values);
         let linear = |w: &Weight, bias: &Option<Vec<f32>>| -> Result<Linear<B>> {
-            Ok(Linear { weight: weight(w)?, bias: bias.as_deref().map(vector).transpose()? })
+            Ok(Linear {
+                weight: weight(w)?,
+                bias: bias.as_deref().map(vector).transpose()?,
+            })
         };
 
         let embedding = weight(&host.embed)?;
@@ -109,7 +114,9 @@ impl<B: Backend> DecoderLM<B> {
                     kv_heads: config.num_kv_heads,
                     head_dim: config.head_dim,
                     scale: (1.0 / (config.head_dim as f64).sqrt()) as f32,
-                    mask: switches.window.map_or(Mask::Causal, |window| Mask::Window(window as u32)),
+                    mask: switches
+                        .window
+                        .map_or(Mask::Causal, |window| Mask::Window(window as u32)),
                 },
                 output: linear(&layer.o, &layer.o_bias)?,
                 mlp_norm: vector(&layer.mlp_norm)?,
@@ -152,7 +159,10 @@ fn rope_table(config: &ModelConfig, positions: usize, compute: ComputeType) -> R
     let frequencies = config.rope.inv_freq(config.head_dim);
     let factor = config.rope.attention_factor();
     let pairs = frequencies.len();
-    let (mut cos, mut sin) = (Vec::with_capacity(positions * pairs), Vec::with_capacity(positions * pairs));
+    let (mut cos, mut sin) = (
+        Vec::with_capacity(positions * pairs),
+        Vec::with_capacity(positions * pairs),
+    );
     for position in 0..positions {
         for &frequency in &frequencies {
             let (s, c) = f64::from(position as f32 * frequency).sin_cos();
@@ -161,6 +171,12 @@ fn rope_table(config: &ModelConfig, positions: usize, compute: ComputeType) -> R
         }
     }
     let query_scale = config.rope.query_scale.as_ref();
-    let query_scale = query_scale.map(|scale| (0..positions).map(|p| compute.round(scale.at(p))).collect());
-    RopeTable { pairs, cos, sin, query_scale }
+    let query_scale =
+        query_scale.map(|scale| (0..positions).map(|p| compute.round(scale.at(p))).collect());
+    RopeTable {
+        pairs,
+        cos,
+        sin,
+        query_scale,
+    }
 }

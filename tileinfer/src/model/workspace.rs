@@ -55,11 +55,18 @@ impl<B: Backend> Workspace<B> {
         tapped: &[usize],
     ) -> Result<Self> {
         let layer = &model.layers[0];
-        let (heads, kv_heads, head_dim) = (layer.attention.heads, layer.attention.kv_heads, layer.attention.head_dim);
+        let (heads, kv_heads, head_dim) = (
+            layer.attention.heads,
+            layer.attention.kv_heads,
+            layer.attention.head_dim,
+        );
         let (hidden, q, kv) = (model.hidden, heads * head_dim, kv_heads * head_dim);
         let max_wanted = USUAL_WANTED.min(max_rows);
         if let Some(tap) = tapped.iter().find(|&&tap| tap > model.layers.len()) {
-            return Err(Error::usage(format!("there is no hidden state {tap} in {} layers", model.layers.len())));
+            return Err(Error::usage(format!(
+                "there is no hidden state {tap} in {} layers",
+                model.layers.len()
+            )));
         }
         let alloc = |width| backend.alloc(Element::Model, max_rows, width);
         Ok(Workspace {
@@ -68,7 +75,10 @@ impl<B: Backend> Workspace<B> {
             normed: alloc(hidden)?,
             qkv: alloc(q + 2 * kv)?,
             queries: alloc(q)?,
-            kv_rows: KvRows { keys: alloc(kv)?, values: alloc(kv)? },
+            kv_rows: KvRows {
+                keys: alloc(kv)?,
+                values: alloc(kv)?,
+            },
             attended: alloc(q)?,
             delta: backend.alloc(Element::F32, max_rows, hidden)?,
             wide: alloc(layer.wide)?,
@@ -95,8 +105,21 @@ impl<B: Backend> Workspace<B> {
     ) -> Result<()> {
         let rows = layout.rows();
         let KvRows { keys, values } = &mut self.kv_rows;
-        let every = [&mut self.stream, &mut self.normed, &mut self.qkv, &mut self.queries, keys, values];
-        let more = [&mut self.attended, &mut self.delta, &mut self.wide, &mut self.active, &mut self.taps];
+        let every = [
+            &mut self.stream,
+            &mut self.normed,
+            &mut self.qkv,
+            &mut self.queries,
+            keys,
+            values,
+        ];
+        let more = [
+            &mut self.attended,
+            &mut self.delta,
+            &mut self.wide,
+            &mut self.active,
+            &mut self.taps,
+        ];
         for tensor in every.into_iter().chain(more) {
             backend.set_rows(tensor, rows)?;
         }
@@ -124,8 +147,19 @@ impl<B: Backend> Workspace<B> {
 
     /// Keeps the stream if hidden state `state` is tapped.
     pub(super) fn tap(&mut self, backend: &B, state: usize) -> Result<()> {
-        for (i, _) in self.tapped.iter().enumerate().filter(|&(_, &tapped)| tapped == state) {
-            backend.copy_columns(&mut self.taps, i * self.hidden_width, &self.stream, 0, self.hidden_width)?;
+        for (i, _) in self
+            .tapped
+            .iter()
+            .enumerate()
+            .filter(|&(_, &tapped)| tapped == state)
+        {
+            backend.copy_columns(
+                &mut self.taps,
+                i * self.hidden_width,
+                &self.stream,
+                0,
+                self.hidden_width,
+            )?;
         }
         Ok(())
     }

@@ -115,26 +115,46 @@ impl Batch {
     /// Checks the batch against `limits` and flattens it.
     pub fn layout(&self, limits: &RunnerLimits) -> Result<StepLayout> {
         let page_size = limits.kv.page_size;
-        let width = self.spans.iter().map(|span| span.table.pages.len()).max().unwrap_or(0);
-        let mut layout = StepLayout { span_rows: vec![0], table_width: width, ..StepLayout::default() };
+        let width = self
+            .spans
+            .iter()
+            .map(|span| span.table.pages.len())
+            .max()
+            .unwrap_or(0);
+        let mut layout = StepLayout {
+            span_rows: vec![0],
+            table_width: width,
+            ..StepLayout::default()
+        };
         for span in &self.spans {
             let rows = span.input.rows(limits.hidden);
             let first_row = layout.rows();
             let end = span.start + rows;
             if rows == 0 {
-                return Err(Error::usage("there are no tokens to run: the prompt is empty"));
+                return Err(Error::usage(
+                    "there are no tokens to run: the prompt is empty",
+                ));
             }
             if end > limits.max_length {
-                return Err(Error::ContextFull { needed: end, limit: limits.max_length });
+                return Err(Error::ContextFull {
+                    needed: end,
+                    limit: limits.max_length,
+                });
             }
             let BlockTable { first_page, pages } = &span.table;
             if end > (first_page + pages.len()) * page_size || span.start < first_page * page_size {
-                return Err(Error::Bug(format!("the pages of a span do not cover positions {}..{end}", span.start)));
+                return Err(Error::Bug(format!(
+                    "the pages of a span do not cover positions {}..{end}",
+                    span.start
+                )));
             }
             match &span.input {
                 Input::Ids(ids) => {
                     if let Some(id) = ids.iter().find(|&&id| id as usize >= limits.vocabulary) {
-                        return Err(Error::usage(format!("there is no token {id} in a vocabulary of {}", limits.vocabulary)));
+                        return Err(Error::usage(format!(
+                            "there is no token {id} in a vocabulary of {}",
+                            limits.vocabulary
+                        )));
                     }
                     layout.ids.extend_from_slice(ids);
                 }
@@ -147,22 +167,33 @@ impl Batch {
             for position in span.start..end {
                 layout.positions.push(position as u32);
                 let page = pages[position / page_size - first_page];
-                layout.slots.push(page * page_size as u32 + (position % page_size) as u32);
+                layout
+                    .slots
+                    .push(page * page_size as u32 + (position % page_size) as u32);
             }
             layout.first_pages.push(*first_page as u32);
             layout.tables.extend_from_slice(pages);
-            layout.tables.extend(std::iter::repeat_n(0, width - pages.len()));
+            layout
+                .tables
+                .extend(std::iter::repeat_n(0, width - pages.len()));
             let wanted = span.want.rows.count(rows);
-            layout.wanted.extend((first_row + rows - wanted..first_row + rows).map(|row| row as u32));
+            layout
+                .wanted
+                .extend((first_row + rows - wanted..first_row + rows).map(|row| row as u32));
             layout.span_rows.push((first_row + rows) as u32);
             if !span.want.sample.is_empty() && span.want.sample.len() != wanted {
-                return Err(Error::Bug(format!("{} samplers for {wanted} rows", span.want.sample.len())));
+                return Err(Error::Bug(format!(
+                    "{} samplers for {wanted} rows",
+                    span.want.sample.len()
+                )));
             }
         }
         if layout.rows() > limits.max_rows || self.spans.len() > limits.max_spans {
             let (rows, spans) = (layout.rows(), self.spans.len());
             let (max_rows, max_spans) = (limits.max_rows, limits.max_spans);
-            return Err(Error::Bug(format!("{rows} rows in {spans} spans where {max_rows} in {max_spans} fit")));
+            return Err(Error::Bug(format!(
+                "{rows} rows in {spans} spans where {max_rows} in {max_spans} fit"
+            )));
         }
         Ok(layout)
     }

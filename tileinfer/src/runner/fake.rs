@@ -74,7 +74,12 @@ impl FakeRunner {
                 head_rows: options.vocabulary,
                 hidden: 1,
                 pages: options.pages,
-                kv: KvLayout { page_size: options.page_size, kv_heads: 1, head_dim: 1, element },
+                kv: KvLayout {
+                    page_size: options.page_size,
+                    kv_heads: 1,
+                    head_dim: 1,
+                    element,
+                },
                 layers: 1,
                 window: options.window,
                 depth: options.depth,
@@ -89,8 +94,12 @@ impl FakeRunner {
 
     /// The logits after the visible ids `seen`.
     fn logits(&self, seen: impl Iterator<Item = u32>) -> Vec<f32> {
-        let hash = seen.fold(0x9e37_79b9_7f4a_7c15, |hash, id| mix(hash ^ (u64::from(id) + 1)));
-        (0..self.limits.head_rows).map(|id| (mix(hash ^ (id as u64) << 32) % 8192) as f32 / 1024.0).collect()
+        let hash = seen.fold(0x9e37_79b9_7f4a_7c15, |hash, id| {
+            mix(hash ^ (u64::from(id) + 1))
+        });
+        (0..self.limits.head_rows)
+            .map(|id| (mix(hash ^ (id as u64) << 32) % 8192) as f32 / 1024.0)
+            .collect()
     }
 }
 
@@ -112,7 +121,10 @@ impl Runner for FakeRunner {
 
     fn launch(&mut self, batch: &Batch) -> Result<Ticket> {
         if self.flight.len() >= self.limits.depth {
-            return Err(Error::Bug(format!("{} steps are in flight already", self.flight.len())));
+            return Err(Error::Bug(format!(
+                "{} steps are in flight already",
+                self.flight.len()
+            )));
         }
         let page_size = self.limits.kv.page_size;
         let mut layout = batch.layout(&self.limits)?;
@@ -121,7 +133,8 @@ impl Runner for FakeRunner {
         }
         for &(from, to) in &batch.copies {
             let from = from as usize * page_size;
-            self.slots.copy_within(from..from + page_size, to as usize * page_size);
+            self.slots
+                .copy_within(from..from + page_size, to as usize * page_size);
         }
         for (&slot, &id) in layout.slots.iter().zip(&layout.ids) {
             self.slots[slot as usize] = Some(id);
@@ -136,12 +149,17 @@ impl Runner for FakeRunner {
             let wanted = span.want.rows.count(rows.len());
             for (nth, row) in (rows.end - wanted..rows.end).enumerate() {
                 let position = layout.positions[row] as usize;
-                let first = self.limits.window.map_or(0, |window| (position + 1).saturating_sub(window));
+                let first = self
+                    .limits
+                    .window
+                    .map_or(0, |window| (position + 1).saturating_sub(window));
                 let mut seen = Vec::with_capacity(position + 1 - first);
                 for key in first..=position {
                     let (page, offset) = layout.place(i, key, page_size);
                     let id = self.slots[page * page_size + offset];
-                    seen.push(id.ok_or_else(|| Error::Bug(format!("position {key} was never written")))?);
+                    seen.push(
+                        id.ok_or_else(|| Error::Bug(format!("position {key} was never written")))?,
+                    );
                 }
                 let logits = self.logits(seen.into_iter());
                 if let Some(sampler) = span.want.sample.get(nth) {
@@ -153,7 +171,11 @@ impl Runner for FakeRunner {
             }
             output.spans.push(result);
         }
-        self.previous = output.spans.iter().flat_map(|span| span.sampled.iter().cloned()).collect();
+        self.previous = output
+            .spans
+            .iter()
+            .flat_map(|span| span.sampled.iter().cloned())
+            .collect();
         self.launched += 1;
         self.flight.push_back((self.launched, output));
         Ok(Ticket(self.launched))
@@ -161,7 +183,10 @@ impl Runner for FakeRunner {
 
     fn read(&mut self, ticket: Ticket) -> Result<StepOutput> {
         std::thread::sleep(self.latency);
-        match self.flight.pop_front_if(|(launched, _)| *launched == ticket.0) {
+        match self
+            .flight
+            .pop_front_if(|(launched, _)| *launched == ticket.0)
+        {
             Some((_, output)) => Ok(output),
             None => Err(Error::Bug("steps are read out of order".to_owned())),
         }

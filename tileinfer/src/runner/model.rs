@@ -71,7 +71,11 @@ impl<B: Backend> ModelRunner<B> {
             head_dim: shape.head_dim,
             element,
         };
-        let pages = model.layers.iter().map(|_| backend.alloc_pages(&kv, options.pages)).collect::<Result<_>>()?;
+        let pages = model
+            .layers
+            .iter()
+            .map(|_| backend.alloc_pages(&kv, options.pages))
+            .collect::<Result<_>>()?;
         let table_width = model.max_length().div_ceil(options.page_size);
         let (rows, spans) = (options.max_rows, options.max_spans);
         let workspace = Workspace::new(&backend, &model, rows, spans, table_width, &options.taps)?;
@@ -90,10 +94,21 @@ impl<B: Backend> ModelRunner<B> {
             pages: options.pages,
             kv,
             layers: model.layers.len(),
-            window: windows.collect::<Option<Vec<_>>>().and_then(|windows| windows.into_iter().max()),
+            window: windows
+                .collect::<Option<Vec<_>>>()
+                .and_then(|windows| windows.into_iter().max()),
             depth: if backend.supports_graphs() { 2 } else { 1 },
         };
-        Ok(ModelRunner { backend, model, pages, workspace, earlier, flight: VecDeque::new(), limits, launched: 0 })
+        Ok(ModelRunner {
+            backend,
+            model,
+            pages,
+            workspace,
+            earlier,
+            flight: VecDeque::new(),
+            limits,
+            launched: 0,
+        })
     }
 
     /// The backend, for tests and benchmarks.
@@ -102,15 +117,28 @@ impl<B: Backend> ModelRunner<B> {
     }
 
     /// The key and the value that `layer` has cached at `(page, kv_head, offset)`, for tests.
-    pub fn read_slot(&self, layer: usize, page: usize, head: usize, offset: usize) -> Result<(Vec<f32>, Vec<f32>)> {
-        self.backend.read_slot(&self.pages[layer], page, head, offset)
+    pub fn read_slot(
+        &self,
+        layer: usize,
+        page: usize,
+        head: usize,
+        offset: usize,
+    ) -> Result<(Vec<f32>, Vec<f32>)> {
+        self.backend
+            .read_slot(&self.pages[layer], page, head, offset)
     }
 
     /// Copies what was wanted besides samples out of the workspace, before another step overwrites it.
     fn collect(&self, batch: &Batch) -> Result<StepOutput> {
         let wants = |f: fn(&Want) -> bool| batch.spans.iter().any(|span| f(&span.want));
         let ws = &self.workspace;
-        let download = |wanted: bool, tensor| if wanted { self.backend.download(tensor) } else { Ok(Vec::new()) };
+        let download = |wanted: bool, tensor| {
+            if wanted {
+                self.backend.download(tensor)
+            } else {
+                Ok(Vec::new())
+            }
+        };
         let logits = download(wants(|want| want.logits), &ws.logits)?;
         let hidden = download(wants(|want| want.hidden), &ws.hidden)?;
         let taps = download(wants(|want| want.taps), &ws.taps)?;
@@ -120,18 +148,30 @@ impl<B: Backend> ModelRunner<B> {
             let rows = span.input.rows(self.limits.hidden);
             let count = span.want.rows.count(rows);
             let slice = |wanted: bool, values: &[f32], first: usize, count: usize, width: usize| {
-                if wanted { values[first * width..(first + count) * width].to_vec() } else { Vec::new() }
+                if wanted {
+                    values[first * width..(first + count) * width].to_vec()
+                } else {
+                    Vec::new()
+                }
             };
             let output = SpanOutput {
                 sampled: Vec::new(),
-                logits: slice(span.want.logits, &logits, wanted, count, self.limits.head_rows),
+                logits: slice(
+                    span.want.logits,
+                    &logits,
+                    wanted,
+                    count,
+                    self.limits.head_rows,
+                ),
                 hidden: slice(span.want.hidden, &hidden, wanted, count, self.limits.hidden),
                 taps: slice(span.want.taps, &taps, row, rows, tap_width),
             };
             (row, wanted) = (row + rows, wanted + count);
             output
         });
-        Ok(StepOutput { spans: spans.collect() })
+        Ok(StepOutput {
+            spans: spans.collect(),
+        })
     }
 }
 
@@ -146,7 +186,10 @@ impl<B: Backend> Runner for ModelRunner<B> {
 
     fn launch(&mut self, batch: &Batch) -> Result<Ticket> {
         if self.flight.len() >= self.limits.depth {
-            return Err(Error::Bug(format!("{} steps are in flight already", self.flight.len())));
+            return Err(Error::Bug(format!(
+                "{} steps are in flight already",
+                self.flight.len()
+            )));
         }
         let layout = batch.layout(&self.limits)?;
         for pages in &mut self.pages {
@@ -157,7 +200,8 @@ impl<B: Backend> Runner for ModelRunner<B> {
         ws.begin(&self.backend, &self.model, &layout, Some(&self.earlier))?;
         for (span, rows) in batch.spans.iter().zip(&layout.span_rows) {
             if let Input::Embeddings(values) = &span.input {
-                self.backend.upload(&mut ws.stream, *rows as usize, values)?;
+                self.backend
+                    .upload(&mut ws.stream, *rows as usize, values)?;
             }
         }
         forward(&self.backend, &self.model, &mut self.pages, ws)?;
@@ -173,18 +217,34 @@ impl<B: Backend> Runner for ModelRunner<B> {
         }
         self.launched += 1;
         let output = self.collect(batch)?;
-        let samples = batch.spans.iter().map(|span| span.want.sample.len()).collect();
-        self.flight.push_back(Flight { ticket: self.launched, output, samples });
+        let samples = batch
+            .spans
+            .iter()
+            .map(|span| span.want.sample.len())
+            .collect();
+        self.flight.push_back(Flight {
+            ticket: self.launched,
+            output,
+            samples,
+        });
         Ok(Ticket(self.launched))
     }
 
     fn read(&mut self, ticket: Ticket) -> Result<StepOutput> {
-        let Some(Flight { mut output, samples, .. }) = self.flight.pop_front_if(|flight| flight.ticket == ticket.0)
+        let Some(Flight {
+            mut output,
+            samples,
+            ..
+        }) = self.flight.pop_front_if(|flight| flight.ticket == ticket.0)
         else {
             return Err(Error::Bug("steps are read out of order".to_owned()));
         };
         if samples.iter().any(|&count| count > 0) {
-            let step = if ticket.0 == self.launched { &self.workspace.step } else { &self.earlier };
+            let step = if ticket.0 == self.launched {
+                &self.workspace.step
+            } else {
+                &self.earlier
+            };
             let mut all = self.backend.read_samples(step)?.into_iter();
             for (span, count) in output.spans.iter_mut().zip(samples) {
                 span.sampled = all.by_ref().take(count).collect();

@@ -31,8 +31,8 @@ pub use constraints::{TokenCounts, TokenMask};
 pub use defaults::{GenerationDefaults, generation_defaults};
 pub use logprobs::{Logprobs, TokenLogprob};
 pub use params::SamplingParams;
-pub use row::{RowSampler, Sampled};
 pub use rng::{Stream, random_seed};
+pub use row::{RowSampler, Sampled};
 
 use self::filters::{Maxima, Survivors};
 use crate::{Error, Result};

@@ -4,7 +4,8 @@ use std::cell::RefCell;
 use std::sync::Arc;
 
 use super::{
-    Logprobs, SampleRow, SamplingParams, Scratch, Stream, TokenCounts, TokenLogprob, TokenMask, sample,
+    Logprobs, SampleRow, SamplingParams, Scratch, Stream, TokenCounts, TokenLogprob, TokenMask,
+    sample,
 };
 use crate::Result;
 
@@ -63,9 +64,17 @@ impl RowSampler {
         }
         let token = SCRATCH.with_borrow_mut(|scratch| sample(&self.row(), logits, scratch))?;
         let Some(count) = self.top_logprobs else {
-            return Ok(Sampled { token, logprob: None, top: Vec::new() });
+            return Ok(Sampled {
+                token,
+                logprob: None,
+                top: Vec::new(),
+            });
         };
         let logprobs = Logprobs::new(logits, self.vocabulary)?;
-        Ok(Sampled { token, logprob: logprobs.get(token), top: logprobs.top(count) })
+        Ok(Sampled {
+            token,
+            logprob: logprobs.get(token),
+            top: logprobs.top(count),
+        })
     }
 }

@@ -15,7 +15,11 @@ const ROWS: [usize; 7] = [1, 2, 3, 7, 8, 17, 33];
 /// Runs the suite with backends that `make` makes.
 pub fn conformance<B: Backend>(make: &dyn Fn(ComputeType) -> B) {
     for kind in [ComputeType::F32, ComputeType::Bf16] {
-        let suite = Suite { backend: make(kind), reference: ReferenceBackend::new(kind), kind };
+        let suite = Suite {
+            backend: make(kind),
+            reference: ReferenceBackend::new(kind),
+            kind,
+        };
         suite.moves();
         suite.norms();
         suite.linears();
@@ -34,14 +38,23 @@ struct Suite<B> {
 
 /// A step layout whose spans have the given (start, rows), with pages scattered on purpose.
 pub(crate) fn layout(spans: &[(usize, usize)], page_size: usize, pages: usize) -> StepLayout {
-    let width = spans.iter().map(|(start, rows)| (start + rows).div_ceil(page_size)).max().unwrap_or(0);
-    let mut layout =
-        StepLayout { span_rows: vec![0], table_width: width, ..StepLayout::default() };
+    let width = spans
+        .iter()
+        .map(|(start, rows)| (start + rows).div_ceil(page_size))
+        .max()
+        .unwrap_or(0);
+    let mut layout = StepLayout {
+        span_rows: vec![0],
+        table_width: width,
+        ..StepLayout::default()
+    };
     let mut next = 0;
     for &(start, rows) in spans {
         let needed = (start + rows).div_ceil(page_size);
         // 7 is prime to the number of pages, so this is a permutation.
-        let table: Vec<u32> = (next..next + needed).map(|i| (i * 7 % pages) as u32).collect();
+        let table: Vec<u32> = (next..next + needed)
+            .map(|i| (i * 7 % pages) as u32)
+            .collect();
         next += needed;
         assert!(next <= pages && pages % 7 != 0);
         for position in start..start + rows {
@@ -82,12 +95,15 @@ impl<B: Backend> Suite<B> {
     fn blank<C: Backend>(&self, on: &C, element: Element, rows: usize, width: usize) -> C::Tensor {
         let mut tensor = on.alloc(element, rows, width).unwrap();
         on.set_rows(&mut tensor, rows).unwrap();
-        on.upload(&mut tensor, 0, &vec![f32::NAN; rows * width]).unwrap();
+        on.upload(&mut tensor, 0, &vec![f32::NAN; rows * width])
+            .unwrap();
         tensor
     }
 
     fn step<C: Backend>(&self, on: &C, layout: &StepLayout) -> C::Step {
-        let mut step = on.alloc_step(layout.rows(), layout.spans(), layout.table_width).unwrap();
+        let mut step = on
+            .alloc_step(layout.rows(), layout.spans(), layout.table_width)
+            .unwrap();
         on.prepare(&mut step, layout, None).unwrap();
         step
     }
@@ -101,7 +117,11 @@ impl<B: Backend> Suite<B> {
         out_width: usize,
         element: Element,
         op: &dyn Fn(&B, &mut B::Tensor, &B::Tensor),
-        reference: &dyn Fn(&ReferenceBackend, &mut <ReferenceBackend as Backend>::Tensor, &<ReferenceBackend as Backend>::Tensor),
+        reference: &dyn Fn(
+            &ReferenceBackend,
+            &mut <ReferenceBackend as Backend>::Tensor,
+            &<ReferenceBackend as Backend>::Tensor,
+        ),
     ) {
         let rows = x.len() / width;
         let run = |rows: usize, x: &[f32]| {
@@ -119,7 +139,11 @@ impl<B: Backend> Suite<B> {
         for row in 0..rows {
             let alone = run(1, &x[row * width..(row + 1) * width]);
             let among = &found[row * out_width..(row + 1) * out_width];
-            assert_eq!(bits(&alone), bits(among), "{what}: row {row} of {rows} differs from the row alone");
+            assert_eq!(
+                bits(&alone),
+                bits(among),
+                "{what}: row {row} of {rows} differs from the row alone"
+            );
         }
     }
 
@@ -129,22 +153,45 @@ impl<B: Backend> Suite<B> {
             let values = numbers.normals(rows * width, 1.0, self.kind);
             let tensor = self.tensor(&self.backend, rows, width, &values);
             assert_eq!(self.backend.shape(&tensor), (rows, width));
-            assert_eq!(bits(&self.backend.download(&tensor).unwrap()), bits(&values));
+            assert_eq!(
+                bits(&self.backend.download(&tensor).unwrap()),
+                bits(&values)
+            );
 
-            let mut out = self.tensor(&self.backend, rows, width + 5, &vec![0.5; rows * (width + 5)]);
-            self.backend.copy_columns(&mut out, 3, &tensor, 0, width).unwrap();
+            let mut out = self.tensor(
+                &self.backend,
+                rows,
+                width + 5,
+                &vec![0.5; rows * (width + 5)],
+            );
+            self.backend
+                .copy_columns(&mut out, 3, &tensor, 0, width)
+                .unwrap();
             let out = self.backend.download(&out).unwrap();
             for row in 0..rows {
                 let row_out = &out[row * (width + 5)..(row + 1) * (width + 5)];
-                assert_eq!(&row_out[3..3 + width], &values[row * width..(row + 1) * width]);
-                assert!(row_out[..3].iter().chain(&row_out[3 + width..]).all(|&v| v == 0.5));
+                assert_eq!(
+                    &row_out[3..3 + width],
+                    &values[row * width..(row + 1) * width]
+                );
+                assert!(
+                    row_out[..3]
+                        .iter()
+                        .chain(&row_out[3 + width..])
+                        .all(|&v| v == 0.5)
+                );
             }
 
             let layout = layout(&[(0, rows)], 4, 16);
             let step = self.step(&self.backend, &layout);
             let mut wanted = self.blank(&self.backend, Element::Model, 1, width);
-            self.backend.gather_wanted(&mut wanted, &tensor, &step).unwrap();
-            assert_eq!(self.backend.download(&wanted).unwrap(), values[(rows - 1) * width..]);
+            self.backend
+                .gather_wanted(&mut wanted, &tensor, &step)
+                .unwrap();
+            assert_eq!(
+                self.backend.download(&wanted).unwrap(),
+                values[(rows - 1) * width..]
+            );
 
             let table = numbers.normals(11 * width, 1.0, ComputeType::Bf16);
             let host = weight(11, width, &table, ComputeType::Bf16);
@@ -154,7 +201,10 @@ impl<B: Backend> Suite<B> {
             let out = self.backend.download(&out).unwrap();
             for (row, &id) in layout.ids.iter().enumerate() {
                 let id = id as usize;
-                assert_eq!(out[row * width..(row + 1) * width], table[id * width..(id + 1) * width]);
+                assert_eq!(
+                    out[row * width..(row + 1) * width],
+                    table[id * width..(id + 1) * width]
+                );
             }
         }
     }
@@ -166,8 +216,10 @@ impl<B: Backend> Suite<B> {
                 let x = numbers.normals(rows * width, 2.0, self.kind);
                 let delta = numbers.normals(rows * width, 0.5, self.kind);
                 let weight = numbers.normals(width, 1.0, self.kind);
-                let (on, on_reference) =
-                    (self.backend.load_vector(&weight).unwrap(), self.reference.load_vector(&weight).unwrap());
+                let (on, on_reference) = (
+                    self.backend.load_vector(&weight).unwrap(),
+                    self.reference.load_vector(&weight).unwrap(),
+                );
                 self.rows(
                     &format!("rms_norm {rows} x {width}"),
                     &x,
@@ -187,20 +239,36 @@ impl<B: Backend> Suite<B> {
                 let x: Vec<f32> = x.iter().map(|x| x * 1.001).collect();
                 let (mut stream, delta_on) = (f32s(&x), f32s(&delta));
                 let mut fused = self.blank(&self.backend, Element::Model, rows, width);
-                self.backend.add_rms_norm(&mut stream, &mut fused, &delta_on, &on, 1e-5).unwrap();
+                self.backend
+                    .add_rms_norm(&mut stream, &mut fused, &delta_on, &on, 1e-5)
+                    .unwrap();
                 let sums: Vec<f32> = x.iter().zip(&delta).map(|(x, d)| x + d).collect();
                 assert_eq!(bits(&self.backend.download(&stream).unwrap()), bits(&sums));
                 let mut plain = self.blank(&self.backend, Element::Model, rows, width);
-                self.backend.rms_norm(&mut plain, &f32s(&sums), &on, 1e-5).unwrap();
-                let (fused, plain) =
-                    (self.backend.download(&fused).unwrap(), self.backend.download(&plain).unwrap());
+                self.backend
+                    .rms_norm(&mut plain, &f32s(&sums), &on, 1e-5)
+                    .unwrap();
+                let (fused, plain) = (
+                    self.backend.download(&fused).unwrap(),
+                    self.backend.download(&plain).unwrap(),
+                );
                 assert_eq!(bits(&fused), bits(&plain), "add_rms_norm {rows} x {width}");
             }
         }
     }
 
     fn linears(&self) {
-        let shapes = [(1, 1), (5, 3), (16, 16), (17, 60), (100, 60), (60, 100), (33, 129), (256, 576), (31, 1030)];
+        let shapes = [
+            (1, 1),
+            (5, 3),
+            (16, 16),
+            (17, 60),
+            (100, 60),
+            (60, 100),
+            (33, 129),
+            (256, 576),
+            (31, 1030),
+        ];
         for (n, k) in shapes {
             for rows in ROWS {
                 let mut numbers = self.seed((n * 1000 + k) as u64);
@@ -208,9 +276,19 @@ impl<B: Backend> Suite<B> {
                 let weights = numbers.normals(n * k, 1.0 / (k as f32).sqrt(), self.kind);
                 let host = weight(n, k, &weights, self.kind);
                 let bias = numbers.normals(n, 1.0, self.kind);
-                let on = (self.backend.load_weight(&host).unwrap(), self.backend.load_vector(&bias).unwrap());
-                let judge = (self.reference.load_weight(&host).unwrap(), self.reference.load_vector(&bias).unwrap());
-                for (element, biased) in [(Element::Model, false), (Element::Model, true), (Element::F32, false)] {
+                let on = (
+                    self.backend.load_weight(&host).unwrap(),
+                    self.backend.load_vector(&bias).unwrap(),
+                );
+                let judge = (
+                    self.reference.load_weight(&host).unwrap(),
+                    self.reference.load_vector(&bias).unwrap(),
+                );
+                for (element, biased) in [
+                    (Element::Model, false),
+                    (Element::Model, true),
+                    (Element::F32, false),
+                ] {
                     self.rows(
                         &format!("linear {rows} x {k} -> {n}, bias {biased}, {element:?}"),
                         &x,
@@ -218,7 +296,10 @@ impl<B: Backend> Suite<B> {
                         n,
                         element,
                         &|b, out, x| b.linear(out, &on.0, biased.then_some(&on.1), x).unwrap(),
-                        &|b, out, x| b.linear(out, &judge.0, biased.then_some(&judge.1), x).unwrap(),
+                        &|b, out, x| {
+                            b.linear(out, &judge.0, biased.then_some(&judge.1), x)
+                                .unwrap()
+                        },
                     );
                 }
                 if n % 2 == 0 {
@@ -229,42 +310,79 @@ impl<B: Backend> Suite<B> {
                         let activation = Activation::SiluGated;
                         if fused {
                             self.backend
-                                .linear_activation(&mut out, &mut wide, &on.0, None, &input, &activation)
+                                .linear_activation(
+                                    &mut out,
+                                    &mut wide,
+                                    &on.0,
+                                    None,
+                                    &input,
+                                    &activation,
+                                )
                                 .unwrap();
                         } else {
                             self.backend.linear(&mut wide, &on.0, None, &input).unwrap();
-                            self.backend.activation(&mut out, &wide, &activation).unwrap();
+                            self.backend
+                                .activation(&mut out, &wide, &activation)
+                                .unwrap();
                         }
                         self.backend.download(&out).unwrap()
                     };
-                    assert_eq!(bits(&run(true)), bits(&run(false)), "linear_activation {rows} x {k} -> {n}");
+                    assert_eq!(
+                        bits(&run(true)),
+                        bits(&run(false)),
+                        "linear_activation {rows} x {k} -> {n}"
+                    );
                 }
             }
         }
         // A weight of several parts is their rows one after the other.
         let mut numbers = self.seed(5);
-        let parts: Vec<Vec<f32>> = [3, 1, 16].iter().map(|n| numbers.normals(n * 24, 0.2, self.kind)).collect();
+        let parts: Vec<Vec<f32>> = [3, 1, 16]
+            .iter()
+            .map(|n| numbers.normals(n * 24, 0.2, self.kind))
+            .collect();
         let whole = weight(20, 24, &parts.concat(), self.kind);
         let joined = Weight::new(
-            parts.iter().flat_map(|part| weight(part.len() / 24, 24, part, self.kind).parts().to_vec()).collect(),
+            parts
+                .iter()
+                .flat_map(|part| {
+                    weight(part.len() / 24, 24, part, self.kind)
+                        .parts()
+                        .to_vec()
+                })
+                .collect(),
         )
         .unwrap();
         let x = numbers.normals(2 * 24, 1.0, self.kind);
         let run = |weight: &Weight| {
             let weight = self.backend.load_weight(weight).unwrap();
             let mut out = self.blank(&self.backend, Element::Model, 2, 20);
-            self.backend.linear(&mut out, &weight, None, &self.tensor(&self.backend, 2, 24, &x)).unwrap();
+            self.backend
+                .linear(
+                    &mut out,
+                    &weight,
+                    None,
+                    &self.tensor(&self.backend, 2, 24, &x),
+                )
+                .unwrap();
             self.backend.download(&out).unwrap()
         };
         assert_eq!(bits(&run(&whole)), bits(&run(&joined)), "a weight in parts");
     }
 
     fn activations(&self) {
-        let xielu = Xielu { alpha_p: 0.8, alpha_n: 1.3, beta: 0.5, eps: -1e-6 };
+        let xielu = Xielu {
+            alpha_p: 0.8,
+            alpha_n: 1.3,
+            beta: 0.5,
+            eps: -1e-6,
+        };
         for width in [2, 30, 64, 200] {
             for activation in [Activation::SiluGated, Activation::Xielu(xielu)] {
                 for rows in [1, 3, 17] {
-                    let mut x = self.seed(width as u64).normals(rows * width, 4.0, self.kind);
+                    let mut x = self
+                        .seed(width as u64)
+                        .normals(rows * width, 4.0, self.kind);
                     x[0] = 0.0;
                     x[1] = -90.0;
                     self.rows(
@@ -284,11 +402,17 @@ impl<B: Backend> Suite<B> {
     fn rope(&self, head_dim: usize, positions: usize) -> RopeTable {
         let pairs = head_dim / 2;
         let angle = |i: usize| (i / pairs) as f32 * 0.7f32.powi((i % pairs) as i32 / 3);
-        let scale = (0..positions).map(|p| self.kind.round(1.0 + 0.1 * (p / 8) as f32)).collect();
+        let scale = (0..positions)
+            .map(|p| self.kind.round(1.0 + 0.1 * (p / 8) as f32))
+            .collect();
         RopeTable {
             pairs,
-            cos: (0..positions * pairs).map(|i| self.kind.round(angle(i).cos())).collect(),
-            sin: (0..positions * pairs).map(|i| self.kind.round(angle(i).sin())).collect(),
+            cos: (0..positions * pairs)
+                .map(|i| self.kind.round(angle(i).cos()))
+                .collect(),
+            sin: (0..positions * pairs)
+                .map(|i| self.kind.round(angle(i).sin()))
+                .collect(),
             query_scale: Some(scale),
         }
     }
@@ -306,7 +430,14 @@ impl<B: Backend> Suite<B> {
                     let weight = self.backend.load_vector(&weight).unwrap();
                     self.backend.head_norm(&mut x, &weight, 1e-6).unwrap();
                     let step = self.step(&self.backend, &layout);
-                    self.backend.rope(&mut x, &self.backend.load_rope(&table).unwrap(), &step, queries).unwrap();
+                    self.backend
+                        .rope(
+                            &mut x,
+                            &self.backend.load_rope(&table).unwrap(),
+                            &step,
+                            queries,
+                        )
+                        .unwrap();
                     self.backend.download(&x).unwrap()
                 };
                 let expected = {
@@ -317,19 +448,38 @@ impl<B: Backend> Suite<B> {
                     self.reference.rope(&mut x, &table, &step, queries).unwrap();
                     self.reference.download(&x).unwrap()
                 };
-                assert_close(&format!("rope {heads} x {head_dim}"), &found, &expected, self.tolerance());
+                assert_close(
+                    &format!("rope {heads} x {head_dim}"),
+                    &found,
+                    &expected,
+                    self.tolerance(),
+                );
             }
         }
     }
 
     fn kv_layout(&self, kv_heads: usize, head_dim: usize, page_size: usize) -> KvLayout {
-        KvLayout { page_size, kv_heads, head_dim, element: KvElement::Compute(self.kind) }
+        KvLayout {
+            page_size,
+            kv_heads,
+            head_dim,
+            element: KvElement::Compute(self.kind),
+        }
     }
 
     /// Pages that hold the keys and values of all positions of every span but the rows of the step.
-    fn fill<C: Backend>(&self, on: &C, kv: &KvLayout, spans: &[(usize, usize)], pages: usize) -> C::Pages {
+    fn fill<C: Backend>(
+        &self,
+        on: &C,
+        kv: &KvLayout,
+        spans: &[(usize, usize)],
+        pages: usize,
+    ) -> C::Pages {
         let mut store = on.alloc_pages(kv, pages).unwrap();
-        let all: Vec<_> = spans.iter().map(|&(start, rows)| (0, start + rows)).collect();
+        let all: Vec<_> = spans
+            .iter()
+            .map(|&(start, rows)| (0, start + rows))
+            .collect();
         let layout = layout(&all, kv.page_size, pages);
         let width = kv.kv_heads * kv.head_dim;
         let mut numbers = self.seed(77);
@@ -339,7 +489,8 @@ impl<B: Backend> Suite<B> {
             keys: self.tensor(on, layout.rows(), width, &keys),
             values: self.tensor(on, layout.rows(), width, &values),
         };
-        on.store_kv(&mut store, &rows, &self.step(on, &layout)).unwrap();
+        on.store_kv(&mut store, &rows, &self.step(on, &layout))
+            .unwrap();
         for (i, &slot) in layout.slots.iter().enumerate().step_by(5) {
             let (page, offset) = (slot as usize / kv.page_size, slot as usize % kv.page_size);
             let head = i % kv.kv_heads;
@@ -352,8 +503,21 @@ impl<B: Backend> Suite<B> {
     }
 
     fn attention(&self) {
-        let masks = [Mask::Causal, Mask::Window(10), Mask::Window(300), Mask::BlockVisible, Mask::BlockWindow(20)];
-        for (heads, kv_heads, head_dim) in [(1, 1, 8), (3, 1, 24), (8, 2, 16), (4, 4, 64), (9, 3, 64), (4, 1, 128)] {
+        let masks = [
+            Mask::Causal,
+            Mask::Window(10),
+            Mask::Window(300),
+            Mask::BlockVisible,
+            Mask::BlockWindow(20),
+        ];
+        for (heads, kv_heads, head_dim) in [
+            (1, 1, 8),
+            (3, 1, 24),
+            (8, 2, 16),
+            (4, 4, 64),
+            (9, 3, 64),
+            (4, 1, 128),
+        ] {
             for (page_size, spans) in [
                 (4, vec![(0, 1)]),
                 (4, vec![(7, 5), (0, 9), (30, 1)]),
@@ -367,20 +531,35 @@ impl<B: Backend> Suite<B> {
                 let (rows, width) = (layout.rows(), heads * head_dim);
                 let queries = self.seed(3).normals(rows * width, 1.0, self.kind);
                 for mask in masks {
-                    let shape =
-                        AttentionShape { heads, kv_heads, head_dim, scale: 1.0 / (head_dim as f32).sqrt(), mask };
-                    let what = format!("attention {heads}/{kv_heads} x {head_dim}, {mask:?}, {spans:?}");
+                    let shape = AttentionShape {
+                        heads,
+                        kv_heads,
+                        head_dim,
+                        scale: 1.0 / (head_dim as f32).sqrt(),
+                        mask,
+                    };
+                    let what =
+                        format!("attention {heads}/{kv_heads} x {head_dim}, {mask:?}, {spans:?}");
                     let q = self.tensor(&self.backend, rows, width, &queries);
                     let mut out = self.blank(&self.backend, Element::Model, rows, width);
                     let step = self.step(&self.backend, &layout);
-                    self.backend.attention(&mut out, &q, &store, &step, &shape).unwrap();
+                    self.backend
+                        .attention(&mut out, &q, &store, &step, &shape)
+                        .unwrap();
                     let found = self.backend.download(&out).unwrap();
 
                     let q = self.tensor(&self.reference, rows, width, &queries);
                     let mut out = self.blank(&self.reference, Element::Model, rows, width);
                     let step = self.step(&self.reference, &layout);
-                    self.reference.attention(&mut out, &q, &store_reference, &step, &shape).unwrap();
-                    assert_close(&what, &found, &self.reference.download(&out).unwrap(), self.tolerance());
+                    self.reference
+                        .attention(&mut out, &q, &store_reference, &step, &shape)
+                        .unwrap();
+                    assert_close(
+                        &what,
+                        &found,
+                        &self.reference.download(&out).unwrap(),
+                        self.tolerance(),
+                    );
 
                     // Each row alone in a step: the same bits. What lies behind it is the future, unseen.
                     if matches!(mask, Mask::Causal | Mask::Window(_)) {
@@ -399,7 +578,8 @@ impl<B: Backend> Suite<B> {
                                 };
                                 // Pages that only a window does not reach may be gone.
                                 if let Mask::Window(window) = mask {
-                                    let first = (layout.positions[row] as usize + 1).saturating_sub(window as usize);
+                                    let first = (layout.positions[row] as usize + 1)
+                                        .saturating_sub(window as usize);
                                     let gone = first / page_size;
                                     alone.tables.drain(..gone);
                                     alone.table_width -= gone;
@@ -409,7 +589,9 @@ impl<B: Backend> Suite<B> {
                                 let q = self.tensor(&self.backend, 1, width, q);
                                 let mut out = self.blank(&self.backend, Element::Model, 1, width);
                                 let step = self.step(&self.backend, &alone);
-                                self.backend.attention(&mut out, &q, &store, &step, &shape).unwrap();
+                                self.backend
+                                    .attention(&mut out, &q, &store, &step, &shape)
+                                    .unwrap();
                                 let alone = self.backend.download(&out).unwrap();
                                 let among = &found[row * width..(row + 1) * width];
                                 assert_eq!(bits(&alone), bits(among), "{what}: row {row} alone");
@@ -429,13 +611,44 @@ impl<B: Backend> Suite<B> {
             let layout = layout(&spans, 4, 16);
             let (rows, width) = (layout.rows(), (heads + 2 * kv_heads) * head_dim);
             let x = self.seed(12).normals(rows * width, 1.0, self.kind);
-            let weights = [self.seed(13).normals(head_dim, 1.0, self.kind), self.seed(14).normals(head_dim, 1.0, self.kind)];
+            let weights = [
+                self.seed(13).normals(head_dim, 1.0, self.kind),
+                self.seed(14).normals(head_dim, 1.0, self.kind),
+            ];
             let table = self.rope(head_dim, 40);
-            let shape = AttentionShape { heads, kv_heads, head_dim, scale: 1.0, mask: Mask::Causal };
+            let shape = AttentionShape {
+                heads,
+                kv_heads,
+                head_dim,
+                scale: 1.0,
+                mask: Mask::Causal,
+            };
             for (normed, rotated) in [(true, true), (false, true), (false, false)] {
-                let found = self.inputs(&self.backend, &kv, &layout, &x, &weights, &table, &shape, normed, rotated);
-                let judged = self.inputs(&self.reference, &kv, &layout, &x, &weights, &table, &shape, normed, rotated);
-                let what = format!("qk_norm_rope_store {heads}/{kv_heads} x {head_dim}, {normed} {rotated}");
+                let found = self.inputs(
+                    &self.backend,
+                    &kv,
+                    &layout,
+                    &x,
+                    &weights,
+                    &table,
+                    &shape,
+                    normed,
+                    rotated,
+                );
+                let judged = self.inputs(
+                    &self.reference,
+                    &kv,
+                    &layout,
+                    &x,
+                    &weights,
+                    &table,
+                    &shape,
+                    normed,
+                    rotated,
+                );
+                let what = format!(
+                    "qk_norm_rope_store {heads}/{kv_heads} x {head_dim}, {normed} {rotated}"
+                );
                 assert_close(&what, &found, &judged, self.tolerance());
             }
         }
@@ -462,7 +675,10 @@ impl<B: Backend> Suite<B> {
             values: self.blank(on, Element::Model, rows, kv_width),
         };
         let qkv = self.tensor(on, rows, x.len() / rows, x);
-        let vectors = [on.load_vector(&weights[0]).unwrap(), on.load_vector(&weights[1]).unwrap()];
+        let vectors = [
+            on.load_vector(&weights[0]).unwrap(),
+            on.load_vector(&weights[1]).unwrap(),
+        ];
         let norms = QkNorms {
             query: normed.then_some(&vectors[0]),
             key: normed.then_some(&vectors[1]),
@@ -493,7 +709,9 @@ impl<B: Backend> Suite<B> {
         }
         // What was not written stays zero.
         for slot in (0..16 * kv.page_size).filter(|slot| !written.contains(&(*slot as u32))) {
-            let (key, value) = on.read_slot(&pages, slot / kv.page_size, 0, slot % kv.page_size).unwrap();
+            let (key, value) = on
+                .read_slot(&pages, slot / kv.page_size, 0, slot % kv.page_size)
+                .unwrap();
             assert!(key.iter().chain(&value).all(|&v| v == 0.0));
         }
         all

@@ -63,8 +63,15 @@ struct Case {
 /// A model of `dir` on `backend`, with room for `length` positions and `taps` kept.
 pub fn load<B: Backend>(backend: B, dir: &Path, options: &RunnerOptions) -> ModelRunner<B> {
     let config = ModelConfig::from_dir(dir).unwrap();
-    let host = HostModel::load(&config, &Checkpoint::open(dir).unwrap(), backend.compute_type()).unwrap();
-    let load = LoadOptions { max_length: options.pages * options.page_size / options.max_spans };
+    let host = HostModel::load(
+        &config,
+        &Checkpoint::open(dir).unwrap(),
+        backend.compute_type(),
+    )
+    .unwrap();
+    let load = LoadOptions {
+        max_length: options.pages * options.page_size / options.max_spans,
+    };
     let model = DecoderLM::load(&backend, &config, &host, &load, &mut |_, _| ()).unwrap();
     ModelRunner::new(backend, model, options).unwrap()
 }
@@ -74,7 +81,12 @@ pub fn span(sequence: &mut Sequence, ids: &[u32], want: Want) -> Span {
     let start = sequence.len();
     let copies = sequence.reserve(start, start + ids.len()).unwrap();
     assert!(copies.is_empty());
-    Span { input: Input::Ids(ids.to_vec()), start, table: sequence.table(), want }
+    Span {
+        input: Input::Ids(ids.to_vec()),
+        start,
+        table: sequence.table(),
+        want,
+    }
 }
 
 /// Greedy options for `max_tokens` tokens, with no token that ends the answer.
@@ -93,14 +105,24 @@ pub fn greedy(max_tokens: usize) -> GenerationOptions {
 pub fn tokens(steps: &mut StepLoop, prompt: &[u32], options: GenerationOptions) -> Vec<u32> {
     let sequence = steps.new_sequence();
     let on_token = &mut |_: &_| ControlFlow::Continue(());
-    generate(steps, sequence, prompt, options, &mut |_| (), on_token).unwrap().tokens
+    generate(steps, sequence, prompt, options, &mut |_| (), on_token)
+        .unwrap()
+        .tokens
 }
 
 /// The f32 tensor `name` of a fixture.
 fn fixture(fixtures: &Checkpoint, name: &str) -> Vec<f32> {
-    let tensor = fixtures.tensor(name).unwrap_or_else(|| panic!("no tensor {name}"));
+    let tensor = fixtures
+        .tensor(name)
+        .unwrap_or_else(|| panic!("no tensor {name}"));
     assert_eq!(tensor.dtype, Dtype::F32);
-    tensor.data.as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes)).collect()
+    tensor
+        .data
+        .as_chunks()
+        .0
+        .iter()
+        .map(|&bytes| f32::from_le_bytes(bytes))
+        .collect()
 }
 
 /// Holds a backend against the golden model `name` under `golden` (a folder with `models` and `expected`):
@@ -115,19 +137,44 @@ pub fn golden_model<B: Backend>(
     let dir = golden.join("models").join(name);
     let text = std::fs::read_to_string(golden.join(format!("expected/{name}.json"))).unwrap();
     let expected: Expected = serde_json::from_str(&text).unwrap();
-    let fixtures = Checkpoint::open_file(golden.join(format!("expected/{name}.safetensors"))).unwrap();
+    let fixtures =
+        Checkpoint::open_file(golden.join(format!("expected/{name}.safetensors"))).unwrap();
     let layers = ModelConfig::from_dir(&dir).unwrap().layers.len();
 
-    let mut report = GoldenReport { name: name.to_owned(), rms: 0.0, rms_limit: 0.0, same: 0.0, same_limit: 0.0 };
+    let mut report = GoldenReport {
+        name: name.to_owned(),
+        rms: 0.0,
+        rms_limit: 0.0,
+        same: 0.0,
+        same_limit: 0.0,
+    };
     for kind in [ComputeType::F32, ComputeType::Bf16] {
-        let options = RunnerOptions { taps: (0..=layers).collect(), ..RunnerOptions::for_length(320) };
+        let options = RunnerOptions {
+            taps: (0..=layers).collect(),
+            ..RunnerOptions::for_length(320)
+        };
         let mut steps = StepLoop::new(Box::new(load(make(kind), &dir, &options)));
         let width = steps.limits().head_rows;
         for case in &expected.cases {
             let mut sequence = steps.new_sequence();
-            let want = Want { rows: Rows::All, logits: true, hidden: true, taps: true, sample: Vec::new() };
-            let batch = Batch { spans: vec![span(&mut sequence, &case.prompt_ids, want)], copies: Vec::new() };
-            let output = steps.runner().unwrap().step(&batch).unwrap().spans.remove(0);
+            let want = Want {
+                rows: Rows::All,
+                logits: true,
+                hidden: true,
+                taps: true,
+                sample: Vec::new(),
+            };
+            let batch = Batch {
+                spans: vec![span(&mut sequence, &case.prompt_ids, want)],
+                copies: Vec::new(),
+            };
+            let output = steps
+                .runner()
+                .unwrap()
+                .step(&batch)
+                .unwrap()
+                .spans
+                .remove(0);
             drop(sequence);
 
             let what = format!("{name}, {}, {kind:?}", case.case);
@@ -138,9 +185,17 @@ pub fn golden_model<B: Backend>(
                     assert_close(&format!("{what}: logits"), logits, &exact, tolerance);
                     if case.case == "short" {
                         let hidden = fixture(&fixtures, "short.hidden_f32");
-                        hidden_states(&what, &output.taps, &output.hidden, &hidden, layers + 1, tolerance);
+                        hidden_states(
+                            &what,
+                            &output.taps,
+                            &output.hidden,
+                            &hidden,
+                            layers + 1,
+                            tolerance,
+                        );
                     }
-                    let answer = tokens(&mut steps, &case.prompt_ids, greedy(case.greedy_ids.len()));
+                    let answer =
+                        tokens(&mut steps, &case.prompt_ids, greedy(case.greedy_ids.len()));
                     assert_eq!(answer, case.greedy_ids, "{what}: greedy answer");
                 }
                 ComputeType::Bf16 if case.case == "short" => {
@@ -179,26 +234,52 @@ impl GoldenReport {
 
 impl std::fmt::Display for GoldenReport {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let GoldenReport { name, rms, rms_limit, same, same_limit } = self;
+        let GoldenReport {
+            name,
+            rms,
+            rms_limit,
+            same,
+            same_limit,
+        } = self;
         let verdict = if self.passes() { "ok" } else { "FAILED" };
-        write!(f, "{name:16} rms {rms:.5} of {rms_limit:.5}  same {same:.3} of {same_limit:.3}  {verdict}")
+        write!(
+            f,
+            "{name:16} rms {rms:.5} of {rms_limit:.5}  same {same:.3} of {same_limit:.3}  {verdict}"
+        )
     }
 }
 
 /// [`golden_model`] for all of them; prints the table and panics if any fails.
 pub fn golden_models<B: Backend>(make: &dyn Fn(ComputeType) -> B, golden: &Path, tolerance: f32) {
-    let reports: Vec<_> = GOLDEN_MODELS.iter().map(|name| golden_model(make, golden, name, tolerance)).collect();
+    let reports: Vec<_> = GOLDEN_MODELS
+        .iter()
+        .map(|name| golden_model(make, golden, name, tolerance))
+        .collect();
     for report in &reports {
         println!("{report}");
     }
-    assert!(reports.iter().all(GoldenReport::passes), "bf16 is too far from f32, see the table");
+    assert!(
+        reports.iter().all(GoldenReport::passes),
+        "bf16 is too far from f32, see the table"
+    );
 }
 
 /// `taps` holds all states of a row side by side, `expected` all rows of a state one after the other, the
 /// last state after the final norm, as `last` is.
-fn hidden_states(what: &str, taps: &[f32], last: &[f32], expected: &[f32], states: usize, tolerance: f32) {
+fn hidden_states(
+    what: &str,
+    taps: &[f32],
+    last: &[f32],
+    expected: &[f32],
+    states: usize,
+    tolerance: f32,
+) {
     let state_len = expected.len() / states;
-    assert_eq!((taps.len(), last.len()), (expected.len(), state_len), "{what}: sizes of hidden states");
+    assert_eq!(
+        (taps.len(), last.len()),
+        (expected.len(), state_len),
+        "{what}: sizes of hidden states"
+    );
     // As many rows as the short prompt has tokens.
     let rows = 40;
     let hidden = state_len / rows;
@@ -209,14 +290,108 @@ fn hidden_states(what: &str, taps: &[f32], last: &[f32], expected: &[f32], state
             let row = |row: usize| &taps[(row * states + state) * hidden..][..hidden];
             (0..rows).flat_map(|i| row(i).to_vec()).collect()
         };
-        assert_close(&format!("{what}: hidden state {state}"), &found, expected, tolerance);
+        assert_close(
+            &format!("{what}: hidden state {state}"),
+            &found,
+            expected,
+            tolerance,
+        );
     }
 }
 
 /// Root mean square difference, and the fraction of rows with the same best value.
 fn difference(found: &[f32], expected: &[f32], width: usize) -> (f64, f64) {
-    let squares: f64 = found.iter().zip(expected).map(|(a, b)| f64::from(a - b).powi(2)).sum();
+    let squares: f64 = found
+        .iter()
+        .zip(expected)
+        .map(|(a, b)| f64::from(a - b).powi(2))
+        .sum();
     let rows = found.chunks_exact(width).zip(expected.chunks_exact(width));
-    let same = rows.clone().filter(|(a, b)| eval::argmax(a) == eval::argmax(b)).count();
-    ((squares / found.len() as f64).sqrt(), same as f64 / rows.count() as f64)
+    let same = rows
+        .clone()
+        .filter(|(a, b)| eval::argmax(a) == eval::argmax(b))
+        .count();
+    (
+        (squares / found.len() as f64).sqrt(),
+        same as f64 / rows.count() as f64,
+    )
+}
+
+#[derive(Deserialize)]
+struct Real {
+    cases: Vec<RealCase>,
+}
+
+#[derive(Deserialize)]
+struct RealCase {
+    case: usize,
+    prompt_ids: Vec<u32>,
+    greedy_ids: Vec<u32>,
+    greedy_top_f32: Vec<Top>,
+    prompt_logprobs_f32: Vec<f64>,
+}
+
+#[derive(Deserialize)]
+struct Top {
+    logits: Vec<f32>,
+}
+
+/// Holds a backend against what transformers answers with SmolLM2-135M-Instruct, whose directory is `dir`: in
+/// f32 the same answers and log probabilities within 2e-3; along these answers, the same best token in bf16
+/// too wherever the two best are more than 0.5 apart.
+pub fn golden_smollm2<B: Backend>(make: &dyn Fn(ComputeType) -> B, golden: &Path, dir: &Path) {
+    let text = std::fs::read_to_string(golden.join("expected/smollm2-135m-instruct.json")).unwrap();
+    let real: Real = serde_json::from_str(&text).unwrap();
+    let eos = ModelConfig::from_dir(dir).unwrap().eos_token_ids;
+    for kind in [ComputeType::F32, ComputeType::Bf16] {
+        let mut steps = StepLoop::new(Box::new(load(
+            make(kind),
+            dir,
+            &RunnerOptions::for_length(256),
+        )));
+        for case in &real.cases {
+            let along = [&case.prompt_ids[..], &case.greedy_ids].concat();
+            let first = case.prompt_ids.len() - 1;
+            let mut best = Vec::new();
+            eval::teacher_force(&mut steps, &along, &mut |position, logits| {
+                if (first..along.len() - 1).contains(&position) {
+                    best.push(eval::argmax(logits) as u32);
+                }
+                Ok(())
+            })
+            .unwrap();
+            assert_eq!(best.len(), case.greedy_top_f32.len());
+            for (i, (&found, top)) in best.iter().zip(&case.greedy_top_f32).enumerate() {
+                let margin = top.logits[0] - top.logits[1];
+                let close = kind == ComputeType::Bf16 && margin <= 0.5;
+                let what = format!(
+                    "case {}, {kind:?}: token {i} with margin {margin}",
+                    case.case
+                );
+                assert!(close || found == case.greedy_ids[i], "{what}");
+            }
+            if kind == ComputeType::F32 {
+                let mut options = greedy(case.greedy_ids.len());
+                options.stop_ids = eos.clone().into();
+                assert_eq!(
+                    tokens(&mut steps, &case.prompt_ids, options),
+                    case.greedy_ids,
+                    "case {}",
+                    case.case
+                );
+                let found = eval::log_probs(&mut steps, &case.prompt_ids).unwrap();
+                assert_eq!(found.len(), case.prompt_logprobs_f32.len());
+                for (i, (found, expected)) in
+                    found.iter().zip(&case.prompt_logprobs_f32).enumerate()
+                {
+                    let near = (found - expected).abs() <= 2e-3;
+                    assert!(
+                        near,
+                        "case {}: log probability {i} is {found}, not {expected}",
+                        case.case
+                    );
+                }
+            }
+        }
+    }
 }

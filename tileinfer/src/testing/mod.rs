@@ -5,5 +5,8 @@ mod golden;
 mod numbers;
 
 pub use conformance::conformance;
-pub use golden::{GOLDEN_MODELS, GoldenReport, golden_model, golden_models, greedy, load, span, tokens};
+pub use golden::{
+    GOLDEN_MODELS, GoldenReport, golden_model, golden_models, golden_smollm2, greedy, load, span,
+    tokens,
+};
 pub use numbers::{Numbers, assert_close, weight};

@@ -10,7 +10,7 @@ use std::{
 use serde_json::Value;
 use tempfile::TempDir;
 
-pub fn testdata() -> PathBuf {
+pub(crate) fn testdata() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../testdata")
 }
 
@@ -40,7 +40,7 @@ static UNPACKED: LazyLock<TempDir> = LazyLock::new(|| {
 
 /// The directory of the tokenizer called `name`; `None`, with a word about it, where it has to be
 /// fetched and is not there.
-pub fn model_dir(name: &str) -> Option<PathBuf> {
+pub(crate) fn model_dir(name: &str) -> Option<PathBuf> {
     let shipped = UNPACKED.path().join(name);
     let fetched = testdata().join("fetched").join(name);
     let found = [shipped, fetched].into_iter().find(|dir| dir.is_dir());
@@ -53,7 +53,7 @@ pub fn model_dir(name: &str) -> Option<PathBuf> {
 }
 
 /// The records of a golden file.
-pub fn golden(name: &str, kind: &str) -> Vec<Value> {
+pub(crate) fn golden(name: &str, kind: &str) -> Vec<Value> {
     let path = testdata().join(format!("tokenizer-golden/{name}.{kind}.jsonl"));
     let text = fs::read_to_string(&path).unwrap();
     let records: Vec<Value> = text

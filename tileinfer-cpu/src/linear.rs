@@ -1,0 +1,518 @@
+//! `y = x Wᵀ + b` with weights as they lie in the file, for one row and for many.
+//!
+//! The order of a sum, which is the same for every output element of a weight whatever the number of rows,
+//! the tile or the thread: K runs in steps of `2 * LANES`; in each step lane `i` of one f32 accumulator takes
+//! element `2i` and then element `2i + 1` (bf16, which widens in that order with a shift and a mask) or
+//! `i` and then `i + LANES` (f32, f16); the last step is filled up with zeros; at the end the lanes are folded
+//! in halves (see `simd`), the bias is added and the sum is rounded once.
+//!
+//! Activations are first copied into that order ("packed"), tile after tile, so that the inner loop reads
+//! them in one aligned stream. Register tiles are 4 weight rows by `TILE_ROWS` activation rows; a weight
+//! vector is widened once per tile. What this module decided not to know: what the product is for.
+
+use std::ops::Range;
+
+use crate::memory::Aligned;
+use crate::pool::Pool;
+use crate::simd::{Isa, Kernel, Level};
+use crate::{Rounding, SharedMut};
+
+/// Element type of a weight in memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Element {
+    /// bfloat16.
+    Bf16,
+    /// IEEE half.
+    F16,
+    /// IEEE single.
+    F32,
+}
+
+impl Element {
+    /// Bytes of one element.
+    pub fn bytes(self) -> usize {
+        match self {
+            Element::Bf16 | Element::F16 => 2,
+            Element::F32 => 4,
+        }
+    }
+}
+
+/// A weight of `rows` output features by `cols` inputs, row-major, little-endian, at any alignment.
+#[derive(Debug, Clone, Copy)]
+pub struct Matrix<'a> {
+    bytes: &'a [u8],
+    element: Element,
+    rows: usize,
+    cols: usize,
+}
+
+impl<'a> Matrix<'a> {
+    /// A view of `bytes`; `None` if their number is not `rows * cols` elements.
+    pub fn new(bytes: &'a [u8], element: Element, rows: usize, cols: usize) -> Option<Self> {
+        let wanted = rows.checked_mul(cols)?.checked_mul(element.bytes())?;
+        (bytes.len() == wanted).then_some(Matrix {
+            bytes,
+            element,
+            rows,
+            cols,
+        })
+    }
+
+    /// Output features.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Input features.
+    pub fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// The element type.
+    pub fn element(&self) -> Element {
+        self.element
+    }
+
+    /// The bytes, `rows * cols * element.bytes()` of them.
+    pub fn bytes(&self) -> &'a [u8] {
+        self.bytes
+    }
+}
+
+/// Activations in the order in which the kernels read them; kept between calls to reuse its memory.
+///
+/// There are two orders, see the module's first lines; both are made when the weights of a call need both.
+#[derive(Debug, Default)]
+pub struct Packed {
+    /// For bf16 weights.
+    interleaved: Order,
+    /// For f16 and f32 weights.
+    halves: Order,
+    rows: usize,
+    cols: usize,
+    level: Option<Level>,
+}
+
+#[derive(Debug)]
+struct Order {
+    data: Aligned<f32>,
+    valid: bool,
+}
+
+impl Default for Order {
+    fn default() -> Self {
+        Order {
+            data: Aligned::new(0, 0.0),
+            valid: false,
+        }
+    }
+}
+
+/// Weight rows of one register tile.
+const WEIGHT_ROWS: usize = 4;
+/// Weight bytes that a thread takes at a time when each is used once: a few microseconds of streaming.
+const STREAM_BYTES: usize = 48 << 10;
+/// Weight bytes that a thread takes at a time when they are used for many rows: they stay in its L2 cache.
+const REUSE_BYTES: usize = 192 << 10;
+
+/// `y[r][n] = round(Σ_k x[r][k] w[n][k] + bias[n])` where the rows of `parts`, one after the other, are `w`.
+///
+/// `x` is `packed`; `y` is `[rows, n]`; `bias`, if any, has `n` elements.
+///
+/// # Panics
+/// If the sizes do not fit each other, or `packed` lacks the order of a part (see [`Packed::pack`]).
+pub fn linear_packed(
+    level: Level,
+    pool: &Pool,
+    y: &mut [f32],
+    packed: &Packed,
+    parts: &[Matrix<'_>],
+    bias: Option<&[f32]>,
+    rounding: Rounding,
+) {
+    let (rows, cols) = (packed.rows, packed.cols);
+    let n: usize = parts.iter().map(Matrix::rows).sum();
+    assert_eq!(packed.level, Some(level), "level of the packed activations");
+    assert!(
+        parts.iter().all(|part| part.cols == cols),
+        "columns of activations and weight"
+    );
+    assert!(
+        bias.is_none_or(|bias| bias.len() == n),
+        "length of the bias"
+    );
+    assert_eq!(y.len(), rows * n, "length of the output");
+    if y.is_empty() {
+        return;
+    }
+    let out = SharedMut::new(y);
+    let chunks: Vec<_> = chunks(parts, rows).collect();
+    pool.run(chunks.len(), |i| {
+        let (part, range, first) = &chunks[i];
+        let weight = parts[*part];
+        let order = packed.order(weight.element);
+        assert!(
+            order.valid,
+            "activations are not packed for {:?}",
+            weight.element
+        );
+        let bias = bias.map(|bias| &bias[first + range.start..first + range.end]);
+        let (rows, range) = (packed.rows, range.clone());
+        level.dispatch(Chunk {
+            range,
+            out,
+            stride: n,
+            first: *first,
+            x: &order.data,
+            rows,
+            weight,
+            bias,
+            rounding,
+        });
+    });
+}
+
+/// Runs of rows that a thread takes at a time: the part, its rows, and the output column of the part's first.
+fn chunks(parts: &[Matrix<'_>], rows: usize) -> impl Iterator<Item = (usize, Range<usize>, usize)> {
+    let total: usize = parts.iter().map(|part| part.bytes.len()).sum();
+    // At least a dozen chunks where there is so much, so that no thread waits long for the last one.
+    let most = if rows < 16 { STREAM_BYTES } else { REUSE_BYTES };
+    let bytes = most.min(total / 12);
+    let mut first = 0;
+    parts.iter().enumerate().flat_map(move |(i, part)| {
+        let row_bytes = (part.cols * part.element.bytes()).max(1);
+        let chunk = (bytes / row_bytes)
+            .next_multiple_of(WEIGHT_ROWS)
+            .max(WEIGHT_ROWS);
+        let start = first;
+        first += part.rows;
+        let n = part.rows;
+        (0..n)
+            .step_by(chunk)
+            .map(move |at| (i, at..n.min(at + chunk), start))
+    })
+}
+
+impl Packed {
+    /// Copies `x` (`[rows, cols]`) into the orders in which `level` multiplies it with the `parts` of a weight.
+    ///
+    /// # Panics
+    /// If `x` has not `rows * cols` elements.
+    pub fn pack(
+        &mut self,
+        level: Level,
+        pool: &Pool,
+        x: &[f32],
+        rows: usize,
+        cols: usize,
+        parts: &[Matrix<'_>],
+    ) {
+        assert_eq!(x.len(), rows * cols, "activations of a linear");
+        (self.rows, self.cols, self.level) = (rows, cols, Some(level));
+        let padded = cols.next_multiple_of(2 * level.lanes());
+        for (order, interleaved) in [(&mut self.interleaved, true), (&mut self.halves, false)] {
+            order.valid = parts
+                .iter()
+                .any(|part| (part.element == Element::Bf16) == interleaved);
+            if !order.valid {
+                continue;
+            }
+            if order.data.len() < rows * padded {
+                order.data = Aligned::new(rows * padded, 0.0);
+            }
+            let out = SharedMut::new(&mut order.data);
+            // Some ten thousand elements at a time.
+            pool.run_chunks(rows, (16384 / padded.max(1)).max(1), |range| {
+                level.dispatch(Pack {
+                    range,
+                    out,
+                    x,
+                    rows,
+                    cols,
+                    interleaved,
+                });
+            });
+        }
+    }
+
+    fn order(&self, element: Element) -> &Order {
+        match element {
+            Element::Bf16 => &self.interleaved,
+            Element::F16 | Element::F32 => &self.halves,
+        }
+    }
+}
+
+struct Pack<'a> {
+    range: Range<usize>,
+    out: SharedMut<'a, f32>,
+    x: &'a [f32],
+    rows: usize,
+    cols: usize,
+    interleaved: bool,
+}
+
+impl Kernel for Pack<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<I: Isa>(self, isa: I) {
+        let step = 2 * I::LANES;
+        let steps = self.cols.div_ceil(step);
+        let mut tail = [0.0; 64];
+        for row in self.range {
+            let tile = row / I::TILE_ROWS * I::TILE_ROWS;
+            let tile_rows = I::TILE_ROWS.min(self.rows - tile);
+            // Tiles of `tile_rows * steps * step` elements follow each other.
+            let tile_out = tile * steps * step;
+            let x = &self.x[row * self.cols..(row + 1) * self.cols];
+            for s in 0..steps {
+                let mut from = &x[s * step..];
+                if from.len() < step {
+                    tail[..step].fill(0.0);
+                    tail[..from.len()].copy_from_slice(from);
+                    from = &tail[..step];
+                }
+                // SAFETY: each row writes its own places, and is in one range; both slices hold 2 * LANES
+                // elements.
+                unsafe {
+                    let to = self
+                        .out
+                        .range(tile_out + (s * tile_rows + row - tile) * step, step);
+                    if self.interleaved {
+                        let (even, odd) = isa.load_deinterleaved(from.as_ptr());
+                        isa.store(to.as_mut_ptr(), even);
+                        isa.store(to.as_mut_ptr().add(I::LANES), odd);
+                    } else {
+                        isa.store(to.as_mut_ptr(), isa.load(from.as_ptr()));
+                        let second = isa.load(from.as_ptr().add(I::LANES));
+                        isa.store(to.as_mut_ptr().add(I::LANES), second);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// A run of rows of a part against all activation rows.
+struct Chunk<'a> {
+    range: Range<usize>,
+    out: SharedMut<'a, f32>,
+    /// Elements of an output row.
+    stride: usize,
+    /// Output column of the part's first row.
+    first: usize,
+    x: &'a [f32],
+    rows: usize,
+    weight: Matrix<'a>,
+    /// Of the rows in `range`.
+    bias: Option<&'a [f32]>,
+    rounding: Rounding,
+}
+
+impl Kernel for Chunk<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<I: Isa>(self, isa: I) {
+        match self.weight.element {
+            Element::Bf16 => self.multiply::<I, Bf16>(isa),
+            Element::F16 => self.multiply::<I, F16>(isa),
+            Element::F32 => self.multiply::<I, F32>(isa),
+        }
+    }
+}
+
+impl Chunk<'_> {
+    #[inline(always)]
+    fn multiply<I: Isa, E: Pair>(self, isa: I) {
+        let step = 2 * I::LANES;
+        let steps = self.weight.cols.div_ceil(step);
+        let mut tile = 0;
+        while tile < self.rows {
+            let tile_rows = I::TILE_ROWS.min(self.rows - tile);
+            let x = &self.x[tile * steps * step..][..tile_rows * steps * step];
+            match tile_rows {
+                1 => self.tile::<I, E, 1>(isa, x, tile),
+                2 => self.tile::<I, E, 2>(isa, x, tile),
+                3 => self.tile::<I, E, 3>(isa, x, tile),
+                4 => self.tile::<I, E, 4>(isa, x, tile),
+                _ => self.tile::<I, E, 5>(isa, x, tile),
+            }
+            for row in tile..tile + tile_rows {
+                self.finish(isa, row);
+            }
+            tile += tile_rows;
+        }
+    }
+
+    /// The raw sums of `ROWS` activation rows, from `first` on, with every weight row of the chunk.
+    #[inline(always)]
+    fn tile<I: Isa, E: Pair, const ROWS: usize>(&self, isa: I, x: &[f32], first: usize) {
+        if ROWS > I::TILE_ROWS {
+            return;
+        }
+        let cols = self.weight.cols;
+        let step = 2 * I::LANES;
+        let (whole, rest) = (cols / step, cols % step);
+        let row_bytes = cols * E::BYTES;
+        let stream_ahead = first == 0;
+        let mut n = self.range.start;
+        while n < self.range.end {
+            // Rows past the end stand in for themselves by the last one; their sums are not stored.
+            let count = WEIGHT_ROWS.min(self.range.end - n);
+            let w: [*const u8; WEIGHT_ROWS] = [0, 1, 2, 3]
+                .map(|i| self.weight.bytes[(n + i.min(count - 1)) * row_bytes..].as_ptr());
+            let mut sums = [[isa.splat(0.0); WEIGHT_ROWS]; ROWS];
+            let mut x = x.as_ptr();
+            for s in 0..whole {
+                let at = s * step * E::BYTES;
+                // SAFETY: step `s` lies within each weight row and within the packed tile, which holds
+                // `2 * LANES` elements per row and step.
+                unsafe {
+                    if stream_ahead {
+                        for i in 0..WEIGHT_ROWS {
+                            isa.prefetch(w[i].wrapping_add(at + WEIGHT_ROWS * row_bytes));
+                        }
+                    }
+                    let pairs = [
+                        E::load(isa, w[0].add(at)),
+                        E::load(isa, w[1].add(at)),
+                        E::load(isa, w[2].add(at)),
+                        E::load(isa, w[3].add(at)),
+                    ];
+                    accumulate(isa, &mut sums, pairs, x);
+                    x = x.add(ROWS * step);
+                }
+            }
+            if rest != 0 {
+                let at = whole * step * E::BYTES;
+                // SAFETY: `rest` elements are left of each weight row from `at` on; the packed tile has a
+                // whole step, filled up with zeros.
+                unsafe {
+                    let pairs = [
+                        load_partial::<I, E>(isa, w[0].add(at), rest),
+                        load_partial::<I, E>(isa, w[1].add(at), rest),
+                        load_partial::<I, E>(isa, w[2].add(at), rest),
+                        load_partial::<I, E>(isa, w[3].add(at), rest),
+                    ];
+                    accumulate(isa, &mut sums, pairs, x);
+                }
+            }
+            for r in 0..ROWS {
+                let folded = isa.reduce_add4(sums[r]);
+                // SAFETY: this chunk alone writes columns `self.range` of the output rows.
+                let y = unsafe {
+                    self.out
+                        .range((first + r) * self.stride + self.first + n, count)
+                };
+                if count == WEIGHT_ROWS {
+                    y.copy_from_slice(&folded);
+                } else {
+                    y.copy_from_slice(&folded[..count]);
+                }
+            }
+            n += count;
+        }
+    }
+
+    /// Adds the bias to the raw sums of an output row, and rounds them.
+    #[inline(always)]
+    fn finish<I: Isa>(&self, isa: I, row: usize) {
+        if self.bias.is_none() && self.rounding == Rounding::None {
+            return;
+        }
+        let n = self.range.len();
+        // SAFETY: this chunk alone writes columns `self.range` of the output rows.
+        let y = unsafe {
+            self.out
+                .range(row * self.stride + self.first + self.range.start, n)
+        };
+        crate::vector::for_lanes(isa, n, |isa, at, part| {
+            let mut v = part.load(isa, &y[at..]);
+            if let Some(bias) = self.bias {
+                v = isa.add(v, part.load(isa, &bias[at..]));
+            }
+            part.store(isa, &mut y[at..], self.rounding.apply(isa, v));
+        });
+    }
+}
+
+/// One step of K: every pair of weight vectors times every activation row.
+///
+/// # Safety
+/// `ROWS * 2 * LANES` f32 must be readable at `x`.
+#[inline(always)]
+unsafe fn accumulate<I: Isa, const ROWS: usize>(
+    isa: I,
+    sums: &mut [[I::V; WEIGHT_ROWS]; ROWS],
+    pairs: [(I::V, I::V); WEIGHT_ROWS],
+    x: *const f32,
+) {
+    for r in 0..ROWS {
+        // SAFETY: row `r` of the step, two vectors.
+        let first = unsafe { isa.load(x.add(2 * r * I::LANES)) };
+        for i in 0..WEIGHT_ROWS {
+            sums[r][i] = isa.mul_add(pairs[i].0, first, sums[r][i]);
+        }
+    }
+    for r in 0..ROWS {
+        // SAFETY: as above.
+        let second = unsafe { isa.load(x.add((2 * r + 1) * I::LANES)) };
+        for i in 0..WEIGHT_ROWS {
+            sums[r][i] = isa.mul_add(pairs[i].1, second, sums[r][i]);
+        }
+    }
+}
+
+/// How two vectors of weights are read.
+trait Pair {
+    const BYTES: usize;
+    /// # Safety
+    /// `2 * LANES` elements must be readable at `p`.
+    unsafe fn load<I: Isa>(isa: I, p: *const u8) -> (I::V, I::V);
+}
+
+struct Bf16;
+impl Pair for Bf16 {
+    const BYTES: usize = 2;
+    #[inline(always)]
+    unsafe fn load<I: Isa>(isa: I, p: *const u8) -> (I::V, I::V) {
+        // SAFETY: the caller's promise.
+        unsafe { isa.load_bf16_pair(p) }
+    }
+}
+
+struct F16;
+impl Pair for F16 {
+    const BYTES: usize = 2;
+    #[inline(always)]
+    unsafe fn load<I: Isa>(isa: I, p: *const u8) -> (I::V, I::V) {
+        // SAFETY: the caller's promise.
+        unsafe { isa.load_f16_pair(p) }
+    }
+}
+
+struct F32;
+impl Pair for F32 {
+    const BYTES: usize = 4;
+    #[inline(always)]
+    unsafe fn load<I: Isa>(isa: I, p: *const u8) -> (I::V, I::V) {
+        let p = p.cast::<f32>();
+        // SAFETY: the caller's promise; `Isa::load` assumes no alignment.
+        unsafe { (isa.load(p), isa.load(p.wrapping_add(I::LANES))) }
+    }
+}
+
+/// [`Pair::load`] of `n < 2 * LANES` elements, zeros after them.
+///
+/// # Safety
+/// `n` elements must be readable at `p`.
+#[inline(always)]
+unsafe fn load_partial<I: Isa, E: Pair>(isa: I, p: *const u8, n: usize) -> (I::V, I::V) {
+    let mut buffer = [0_u8; 128];
+    // SAFETY: n elements are readable, and a whole step has at most 2 * 16 elements of 4 bytes.
+    unsafe {
+        std::ptr::copy_nonoverlapping(p, buffer.as_mut_ptr(), n * E::BYTES);
+        E::load(isa, buffer.as_ptr())
+    }
+}
