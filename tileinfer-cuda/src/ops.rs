@@ -106,7 +106,7 @@ pub fn norm_variant(stream: Type, kind: Type, width: usize, residual: bool) -> V
     let rows = (1024 / tile).max(1);
     let variant = Variant::new(
         &kernels::RMS_NORM,
-        &[kind],
+        &[stream, kind],
         &[rows, tile, i32::from(residual)],
     );
     variant

@@ -1,7 +1,8 @@
 //! Holds every kernel against plain f64 loops on the GPU at hand, and against itself: the same row must
 //! come out the same, bit for bit, whatever stands beside it. Prints a line a check and a table of times.
 //!
-//! `gpu-check [--sweep] PACK_FOLDER [GOLDEN_FOLDER]`; with `--sweep`, candidates for attention's tile instead.
+//! `gpu-check [--sweep] [--toolkit DIR] PACK_FOLDER [GOLDEN_FOLDER]`; with `--sweep`, candidates for
+//! attention's tile instead; with a toolkit, kernels that the pack lacks are compiled, and named at the end.
 
 use std::panic::AssertUnwindSafe;
 use std::path::{Path, PathBuf};
@@ -47,6 +48,9 @@ fn main() {
     let sweep = arguments
         .next_if(|argument| argument == "--sweep")
         .is_some();
+    if arguments.next_if(|argument| argument == "--toolkit").is_some() {
+        options.toolkit = arguments.next().map(PathBuf::from);
+    }
     options.pack_folders.extend(arguments.next().map(PathBuf::from));
     let golden = arguments.next().map_or_else(|| PathBuf::from("testdata/golden"), PathBuf::from);
     let failed = Ops::open(0, &options).and_then(|ops| {
@@ -55,7 +59,11 @@ fn main() {
         if sweep {
             return checker.sweep();
         }
-        Ok(checker.run()? + suites(&ops, &golden))
+        let failed = suites(&ops, &golden) + checker.run()?;
+        for name in ops.kernels().compiled() {
+            println!("not in the pack: {name}");
+        }
+        Ok(failed)
     });
     match failed {
         Ok(0) => {}

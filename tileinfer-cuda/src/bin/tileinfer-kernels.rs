@@ -3,10 +3,11 @@
 //! `tileinfer-kernels [--sweep] TOOLKIT FOLDER ARCH...`; with `--sweep`, what `gpu-check --sweep` tries
 //! instead
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use sha2::{Digest, Sha256};
 use tileinfer::{Error, Result};
 use tileinfer_cuda::compile::{self, Assembler};
 use tileinfer_cuda::kernels::{Variant, fingerprint};
@@ -37,45 +38,28 @@ fn main() {
     }
 }
 
-/// Compiles the catalog for `arch`. What an earlier pack of the same kernels holds is taken from it.
-fn build(
-    variants: &[Variant],
-    toolkit: &std::path::Path,
-    folder: &std::path::Path,
-    arch: &str,
-) -> Result<()> {
+/// Compiles `variants` for `arch`. What was compiled before from the same bytecode is kept in
+/// `FOLDER/cubins`.
+fn build(variants: &[Variant], toolkit: &Path, folder: &Path, arch: &str) -> Result<()> {
     let Some(assembler) = Assembler::in_toolkit(toolkit) else {
         return Err(Error::Device(format!(
             "{} holds no bin/tileiras; `cargo xtask cuda-toolchain` lays one out",
             toolkit.display()
         )));
     };
-    std::fs::create_dir_all(folder).map_err(|source| Error::io(folder, source))?;
+    let cubins = folder.join("cubins");
+    std::fs::create_dir_all(&cubins).map_err(|source| Error::io(&cubins, source))?;
     let path = folder.join(format!("tileinfer-{arch}.pack"));
-    let earlier = Pack::read(&path)
-        .ok()
-        .filter(|pack| pack.fingerprint == fingerprint());
     let pack = Mutex::new(Pack::new(arch, fingerprint()));
     let failures = Mutex::new(Vec::new());
     let next = AtomicUsize::new(0);
     let work = || {
         while let Some(variant) = variants.get(next.fetch_add(1, Ordering::Relaxed)) {
-            let name = variant.to_string();
-            let kept = earlier.as_ref().and_then(|pack| pack.get(&name));
-            let cubin = match kept {
-                Some(cubin) => Ok(cubin),
-                None => compile::bytecode(variant, arch)
-                    .and_then(|code| assembler.assemble(&name, &code, arch)),
-            };
-            match cubin {
-                Ok(cubin) => pack
-                    .lock()
-                    .expect("no thread panics with the pack")
-                    .insert(&name, &cubin),
-                Err(error) => failures
-                    .lock()
-                    .expect("no thread panics with the list")
-                    .push(error.to_string()),
+            match cubin(&assembler, variant, &cubins, arch) {
+                Ok(cubin) => {
+                    pack.lock().expect("no thread panics with the pack").insert(&variant.to_string(), &cubin);
+                }
+                Err(error) => failures.lock().expect("no thread panics with the list").push(error.to_string()),
             }
         }
     };
@@ -85,25 +69,33 @@ fn build(
             scope.spawn(work);
         }
     });
-    let failures = failures
-        .into_inner()
-        .expect("no thread panicked with the list");
+    let failures = failures.into_inner().expect("no thread panicked with the list");
     for failure in &failures {
         eprintln!("{failure}");
     }
     let pack = pack.into_inner().expect("no thread panicked with the pack");
     pack.write(&path)?;
     let bytes = std::fs::metadata(&path).map_or(0, |file| file.len());
-    println!(
-        "{}: {} kernels, {} KiB",
-        path.display(),
-        pack.len(),
-        bytes / 1024
-    );
+    println!("{}: {} kernels, {} KiB", path.display(), pack.len(), bytes / 1024);
     match failures.len() {
         0 => Ok(()),
-        count => Err(Error::Bug(format!(
-            "{count} kernels do not compile for {arch}"
-        ))),
+        count => Err(Error::Bug(format!("{count} kernels do not compile for {arch}"))),
     }
+}
+
+/// The machine code of a variant: kept, or assembled and kept.
+fn cubin(assembler: &Assembler, variant: &Variant, cubins: &Path, arch: &str) -> Result<Vec<u8>> {
+    let bytecode = compile::bytecode(variant, arch)?;
+    let mut hasher = Sha256::new();
+    hasher.update(&bytecode);
+    hasher.update(arch);
+    let path = cubins.join(format!("{:x}.cubin", hasher.finalize()));
+    if let Ok(cubin) = std::fs::read(&path) {
+        return Ok(cubin);
+    }
+    let cubin = assembler.assemble(&variant.to_string(), &bytecode, arch)?;
+    let temporary = path.with_extension(format!("{}.incomplete", std::process::id()));
+    std::fs::write(&temporary, &cubin).map_err(|source| Error::io(&temporary, source))?;
+    std::fs::rename(&temporary, &path).map_err(|source| Error::io(&path, source))?;
+    Ok(cubin)
 }
