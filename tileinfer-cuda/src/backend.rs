@@ -416,6 +416,12 @@ impl Backend for CudaBackend {
                 (Type::Bf16, WeightData::Bf16(bytes)) | (Type::F32, WeightData::F32(bytes)) => {
                     self.stream(loader, to, bytes)?;
                 }
+                (Type::Bf16, WeightData::OwnedBf16(values)) => {
+                    self.stream(loader, to, cuda_core::bytemuck::cast_slice(values))?;
+                }
+                (Type::F32, WeightData::OwnedF32(values)) => {
+                    self.stream(loader, to, cuda_core::bytemuck::cast_slice(values))?;
+                }
                 _ => {
                     // Some rows at a time: widening is exact, and rounding is what the type asks for.
                     let some = (LOAD_BUFFER / 4 / part.cols().max(1)).clamp(1, part.rows().max(1));

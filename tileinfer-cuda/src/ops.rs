@@ -63,40 +63,60 @@ pub fn splits(kind: Type, n: usize, k: usize) -> (usize, usize) {
     (k.div_ceil(columns).max(1), columns)
 }
 
-/// The plan for `rows` rows of a weight `[n, k]`.
-pub fn linear_plan(kind: Type, out: Type, rows: usize, n: usize, k: usize) -> LinearPlan {
+/// A plan by which few rows stream the weight: `tile` is weight rows, columns and tokens a block and how far
+/// ahead they are loaded, `hints` warps a block and blocks a multiprocessor.
+pub fn few_plan(
+    [kind, out]: [Type; 2],
+    [rows, n, k]: [usize; 3],
+    tile: [i32; 4],
+    hints: (i32, i32),
+) -> LinearPlan {
     let (splits, split_columns) = splits(kind, n, k);
     let aligned = n.is_multiple_of(8) && k.is_multiple_of(8);
-    // (weight rows, columns, tokens) a block; from a sweep over 6144..24576 x 4096 on an H200: long runs of
-    // columns in flight stream best, and two blocks of 4 warps a multiprocessor hide each other's ends.
-    let few = |columns: i32, tokens: i32| {
-        let sizes = [64, columns, tokens, 3];
-        Variant::new(&kernels::LINEAR_FEW, &[kind, out], &sizes).aligned(aligned)
-    };
-    let (variant, tile) = match (kind, rows) {
-        // One tile for all: plain multiplies and adds, whose order is the compiler's choice a tile.
-        (Type::F32, _) => (few(32, 16), (64, 16)),
-        (Type::Bf16, ..=16) => (few(256, 16), (64, 16)),
-        (Type::Bf16, ..=32) => (few(128, 32), (64, 32)),
-        (Type::Bf16, ..=64) => (few(128, 64), (64, 64)),
-        (Type::Bf16, ..=128) => (few(64, 128), (64, 128)),
-        (Type::Bf16, _) => {
-            let (split, width) = if splits > 1 { (1, 128) } else { (0, 256) };
-            let sizes = [width, 64, 128, split, 3];
-            let variant = Variant::new(&kernels::LINEAR_MANY, &[kind, out], &sizes);
-            (variant.hints(8, 1).aligned(aligned), (width as usize, 128))
-        }
-    };
-    let many = std::ptr::eq(variant.kernel, &kernels::LINEAR_MANY);
-    let grid = [
-        rows.div_ceil(tile.1),
-        n.div_ceil(tile.0),
-        if many { 1 } else { splits },
-    ];
+    let variant = Variant::new(&kernels::LINEAR_FEW, &[kind, out], &tile);
     LinearPlan {
-        variant,
-        grid,
+        variant: variant.hints(hints.0, hints.1).aligned(aligned),
+        grid: [rows.div_ceil(tile[2] as usize), n.div_ceil(tile[0] as usize), splits],
         split_columns,
+    }
+}
+
+/// A plan by which many rows fill the tensor cores; arguments as for [`few_plan`].
+pub fn many_plan(
+    [kind, out]: [Type; 2],
+    [rows, n, k]: [usize; 3],
+    tile: [i32; 4],
+    hints: (i32, i32),
+) -> LinearPlan {
+    let (splits, split_columns) = splits(kind, n, k);
+    let aligned = n.is_multiple_of(8) && k.is_multiple_of(8);
+    let [width, columns, tokens, latency] = tile;
+    let sizes = [width, columns, tokens, i32::from(splits > 1), latency];
+    let variant = Variant::new(&kernels::LINEAR_MANY, &[kind, out], &sizes);
+    LinearPlan {
+        variant: variant.hints(hints.0, hints.1).aligned(aligned),
+        grid: [rows.div_ceil(tokens as usize), n.div_ceil(width as usize), 1],
+        split_columns,
+    }
+}
+
+/// The plan for `rows` rows of a weight `[n, k]`. Tiles from `gpu-check --sweep` on an H200, weights 6144,
+/// 4096 and 24576 x 4096 and 4096 x 12288.
+pub fn linear_plan(kind: Type, out: Type, rows: usize, n: usize, k: usize) -> LinearPlan {
+    let (types, shape) = ([kind, out], [rows, n, k]);
+    match (kind, rows) {
+        // One tile for all: plain multiplies and adds, whose order is the compiler's choice a tile.
+        (Type::F32, _) => few_plan(types, shape, [64, 32, 16, 3], (4, 2)),
+        // 15.9, 11.5, 48.2 and 27.4 us; with 256 columns 16.4, 11.6, 51.7 and 27.4.
+        (Type::Bf16, ..=16) => few_plan(types, shape, [64, 128, 16, 3], (4, 3)),
+        (Type::Bf16, ..=32) => few_plan(types, shape, [64, 128, 32, 3], (4, 2)),
+        (Type::Bf16, ..=64) => few_plan(types, shape, [64, 128, 64, 3], (4, 2)),
+        (Type::Bf16, ..=128) => few_plan(types, shape, [64, 128, 128, 3], (4, 1)),
+        // 4096 rows: 630 to 695 TFLOP/s. Too few such tiles leave multiprocessors idle.
+        (Type::Bf16, _) if rows.div_ceil(128) * n.div_ceil(256) >= 96 => {
+            many_plan(types, shape, [256, 64, 128, 4], (8, 1))
+        }
+        (Type::Bf16, _) => many_plan(types, shape, [256, 64, 64, 3], (8, 1)),
     }
 }
 
@@ -158,7 +178,7 @@ pub fn attention_variant(
     let aligned = head_dim.is_multiple_of(8);
     let width = head_dim.next_power_of_two().max(16) as i32;
     if std::ptr::eq(kernel, &kernels::FOLD) {
-        return Variant::new(kernel, &[kind], &[width, 0]).aligned(aligned);
+        return Variant::new(kernel, &[kind], &[width, 2]).aligned(aligned);
     }
     let page = if page_size == PAGE { PAGE as i32 } else { 0 };
     let variant = Variant::new(
@@ -304,14 +324,21 @@ impl Ops {
         kind: Type,
         [rows, n, k]: [usize; 3],
     ) -> Result<()> {
-        let plan = linear_plan(kind, out, rows, n, k);
-        let mut arguments: Vec<Argument> = vec![
-            y.into(),
-            x.into(),
-            w.into(),
-            bias.unwrap_or(0).into(),
-            i32::from(bias.is_some()).into(),
-        ];
+        self.linear_by(&linear_plan(kind, out, rows, n, k), y, x, w, bias, [rows, n, k])
+    }
+
+    /// [`Ops::linear`] by a plan of one's own for that shape.
+    pub fn linear_by(
+        &self,
+        plan: &LinearPlan,
+        y: Address,
+        x: Address,
+        w: Address,
+        bias: Option<Address>,
+        [rows, n, k]: [usize; 3],
+    ) -> Result<()> {
+        let mut arguments: Vec<Argument> = [y, x, w, bias.unwrap_or(0)].map(Argument::from).into();
+        arguments.push(i32::from(bias.is_some()).into());
         if std::ptr::eq(plan.variant.kernel, &kernels::LINEAR_FEW) {
             arguments.extend([self.partials.address(), self.tickets.address()].map(Argument::from));
         }
@@ -657,8 +684,8 @@ pub fn catalog() -> Vec<Variant> {
         for aligned in [true, false] {
             let odd = usize::from(!aligned);
             for out in [kind, Type::F32] {
-                for rows in [1, 32, 64, 128, 4096] {
-                    for n in [4096, 65536] {
+                for rows in [1, 32, 64, 128, 256, 4096] {
+                    for n in [4096, 8320, 65536] {
                         all.push(linear_plan(kind, out, rows, n + odd, 4096).variant);
                     }
                 }
@@ -717,25 +744,62 @@ pub fn sweep_tiles() -> Vec<AttentionTile> {
     };
     [
         (16, 4, 4, 2),
-        (16, 4, 3, 4),
+        (16, 4, 4, 1),
+        (16, 4, 6, 1),
+        (16, 4, 3, 3),
         (32, 4, 2, 2),
-        (64, 4, 2, 2),
-        (64, 4, 1, 2),
-        (64, 8, 1, 2),
-        (128, 8, 1, 2),
+        (32, 4, 3, 2),
+        (32, 4, 3, 1),
+        (32, 4, 2, 3),
     ]
     .map(tile)
     .into()
 }
 
-/// The variants of [`sweep_tiles`].
-pub fn sweep_catalog() -> Vec<Variant> {
-    let kernels = [&kernels::ATTEND_SPLIT, &kernels::ATTEND_WHOLE];
-    let variants = |kernel| {
-        sweep_tiles()
-            .into_iter()
-            .map(move |t| attention_variant(kernel, Type::Bf16, t, 128, PAGE))
-    };
-    let fold = attention_variant(&kernels::FOLD, Type::Bf16, sweep_tiles()[0], 128, PAGE);
-    kernels.into_iter().flat_map(variants).chain([fold]).collect()
+/// Plans of linears that `gpu-check --sweep` tries at a shape.
+pub fn sweep_plans(shape: [usize; 3]) -> Vec<LinearPlan> {
+    let types = [Type::Bf16; 2];
+    let few = |tile, hints| few_plan(types, shape, tile, hints);
+    let many = |tile, hints| many_plan(types, shape, tile, hints);
+    match shape[0] {
+        ..=16 => vec![
+            few([64, 256, 16, 3], (4, 2)),
+            few([64, 256, 16, 2], (4, 3)),
+            few([64, 256, 16, 4], (4, 2)),
+            few([64, 128, 16, 4], (4, 4)),
+            few([64, 128, 16, 3], (4, 3)),
+            few([64, 512, 16, 2], (4, 2)),
+            few([128, 128, 16, 3], (4, 2)),
+            few([128, 256, 16, 2], (8, 1)),
+        ],
+        17..=64 => vec![
+            few([64, 128, 64, 3], (4, 2)),
+            few([64, 64, 64, 4], (4, 3)),
+            few([64, 256, 64, 2], (4, 1)),
+            few([128, 128, 64, 3], (8, 1)),
+            few([128, 64, 64, 3], (4, 2)),
+        ],
+        65..=128 => vec![
+            few([64, 64, 128, 3], (4, 2)),
+            few([64, 128, 128, 3], (4, 1)),
+            few([64, 64, 128, 4], (4, 1)),
+            few([128, 64, 128, 4], (8, 1)),
+            few([128, 128, 128, 2], (8, 1)),
+            few([128, 64, 128, 3], (4, 1)),
+            many([128, 64, 128, 4], (8, 1)),
+            many([64, 128, 128, 3], (4, 1)),
+            many([64, 64, 64, 3], (4, 2)),
+        ],
+        _ => vec![
+            many([256, 64, 128, 3], (8, 1)),
+            many([256, 64, 128, 4], (8, 1)),
+            many([128, 64, 128, 3], (8, 1)),
+            many([128, 64, 128, 4], (8, 1)),
+            many([128, 128, 128, 2], (8, 1)),
+            many([128, 64, 128, 3], (4, 2)),
+            many([128, 64, 256, 3], (8, 1)),
+            many([128, 64, 64, 3], (4, 2)),
+            many([256, 64, 64, 3], (8, 1)),
+        ],
+    }
 }

@@ -3,6 +3,7 @@
 
 use std::collections::HashMap;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use tileinfer::{Error, Result};
@@ -89,20 +90,36 @@ impl KernelStore {
     /// # Errors
     /// [`Error::Device`] naming the kernel if no pack has it and it cannot be compiled here.
     pub fn get(&self, variant: &Variant) -> Result<Arc<Function>> {
-        let mut loaded = self
-            .loaded
-            .lock()
-            .expect("no thread panics while it holds the kernels");
-        if let Some(function) = loaded.get(variant) {
+        let loaded = || self.loaded.lock().expect("no thread panics while it holds the kernels");
+        if let Some(function) = loaded().get(variant) {
             return Ok(function.clone());
         }
+        // Not under the lock: another thread may compile another kernel meanwhile.
         let cubin = self.find(variant)?;
-        let function = Arc::new(
-            self.device
-                .load(&cubin, &format!("{}_entry", variant.kernel.name))?,
-        );
-        loaded.insert(*variant, function.clone());
-        Ok(function)
+        let function = self.device.load(&cubin, &format!("{}_entry", variant.kernel.name))?;
+        Ok(loaded().entry(*variant).or_insert_with(|| Arc::new(function)).clone())
+    }
+
+    /// Gets kernels that are going to be needed, on all cores: compiling takes seconds each.
+    ///
+    /// # Errors
+    /// Those of [`KernelStore::get`], the first there is.
+    pub fn prefetch(&self, variants: &[Variant]) -> Result<()> {
+        let next = AtomicUsize::new(0);
+        let work = || {
+            while let Some(variant) = variants.get(next.fetch_add(1, Ordering::Relaxed)) {
+                self.get(variant)?;
+            }
+            Ok(())
+        };
+        let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        std::thread::scope(|scope| {
+            let workers: Vec<_> = (0..threads.min(variants.len())).map(|_| scope.spawn(work)).collect();
+            workers.into_iter().try_for_each(|worker| match worker.join() {
+                Ok(result) => result,
+                Err(panic) => std::panic::resume_unwind(panic),
+            })
+        })
     }
 
     /// Names of the kernels that had to be compiled here.

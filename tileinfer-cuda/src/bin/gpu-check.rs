@@ -2,7 +2,7 @@
 //! come out the same, bit for bit, whatever stands beside it. Prints a line a check and a table of times.
 //!
 //! `gpu-check [--sweep] [--toolkit DIR] PACK_FOLDER [GOLDEN_FOLDER]`; with `--sweep`, candidates for
-//! attention's tile instead; with a toolkit, kernels that the pack lacks are compiled, and named at the end.
+//! tiles instead, which takes a toolkit; with a toolkit, kernels that the pack lacks are compiled, and named at the end.
 
 use std::panic::AssertUnwindSafe;
 use std::path::{Path, PathBuf};
@@ -13,9 +13,9 @@ use tileinfer::Result;
 use tileinfer::testing::{conformance, golden_models};
 use tileinfer_cuda::CudaBackend;
 use tileinfer_cuda::driver::{Address, Memory};
-use tileinfer_cuda::kernels::Type;
+use tileinfer_cuda::kernels::{self, Type};
 use tileinfer_cuda::ops::{
-    AttentionPlan, Groups, HeadInputs, Ops, PAGE, StepArrays, attention_tiles, sweep_tiles,
+    AttentionPlan, attention_variant, Groups, HeadInputs, Ops, PAGE, StepArrays, attention_tiles, sweep_plans, sweep_tiles,
 };
 use tileinfer_cuda::store::KernelOptions;
 
@@ -126,7 +126,21 @@ impl Checker {
     }
 
     fn sweep(mut self) -> Result<usize> {
+        let mut variants = Vec::new();
+        for rows in SWEEP_ROWS {
+            for (n, k) in SWEEP_WEIGHTS {
+                variants.extend(sweep_plans([rows, n, k]).iter().map(|plan| plan.variant));
+            }
+        }
+        for kernel in [&kernels::ATTEND_SPLIT, &kernels::ATTEND_WHOLE] {
+            let variant = |tile| attention_variant(kernel, Type::Bf16, tile, 128, PAGE);
+            variants.extend(sweep_tiles().into_iter().map(variant));
+        }
+        let mut seen = std::collections::HashSet::new();
+        variants.retain(|variant| seen.insert(*variant));
+        self.ops.kernels().prefetch(&variants)?;
         self.attention_case(Type::Bf16, [8, 2, 128], true, 1 << 30, true)?;
+        self.linear_sweep()?;
         self.attention_times(true)?;
         Ok(self.failed)
     }
@@ -988,6 +1002,36 @@ impl Checker {
         Ok(())
     }
 
+    fn linear_sweep(&mut self) -> Result<()> {
+        let kind = Type::Bf16;
+        let noise = self.values(kind, 1 << 22, 0.05);
+        let noise = self.array(kind, &noise)?;
+        let pool = self.poisoned(kind, 1 << 30)?;
+        for part in 0..(2u64 << 30) / (8 << 20) {
+            self.ops.device().queue_copy(pool.at() + part * (8 << 20), noise.at(), 8 << 20)?;
+        }
+        let x = self.values(kind, 4096 * 4096, 1.0);
+        let x = self.array(kind, &x)?;
+        let y = self.poisoned(kind, 4096 * 24576)?;
+        for rows in SWEEP_ROWS {
+            for (n, k) in SWEEP_WEIGHTS {
+                let k = if rows > 512 { 4096 } else { k };
+                let bytes = n * k * 2;
+                let copies = ((2usize << 30) / bytes).min(if rows > 128 { 4 } else { 16 });
+                for plan in sweep_plans([rows, n, k]) {
+                    let ops = &self.ops;
+                    let time = self.time(copies, |i| {
+                        let w = pool.at() + (i % copies * bytes) as Address;
+                        ops.linear_by(&plan, y.at(), x.at(), w, None, [rows, n, k])
+                    })?;
+                    let (rate, flops) = (bytes as f64 / time / 1e3, 2.0 * (rows * n * k) as f64 / time / 1e6);
+                    println!("{rows:4} rows {n} x {k}: {time:7.1} us, {rate:4.0} GB/s, {flops:3.0} TFLOP/s {}", plan.variant);
+                }
+            }
+        }
+        Ok(())
+    }
+
     fn attention_times(&mut self, sweep: bool) -> Result<()> {
         let kind = Type::Bf16;
         let noise = self.values(kind, 1 << 22, 1.0);
@@ -1107,6 +1151,10 @@ impl Checker {
         Ok(())
     }
 }
+
+/// Rows and weights that a sweep times linears at.
+const SWEEP_ROWS: [usize; 5] = [1, 64, 128, 512, 4096];
+const SWEEP_WEIGHTS: [(usize, usize); 4] = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)];
 
 fn round(kind: Type, value: f32) -> f32 {
     match kind {

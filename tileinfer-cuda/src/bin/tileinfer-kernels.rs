@@ -1,7 +1,6 @@
 //! Compiles every kernel for the architectures named into packs. Needs a CUDA toolkit's `tileiras`, no GPU.
 //!
-//! `tileinfer-kernels [--sweep] TOOLKIT FOLDER ARCH...`; with `--sweep`, what `gpu-check --sweep` tries
-//! instead
+//! `tileinfer-kernels TOOLKIT FOLDER ARCH...`
 
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -11,17 +10,14 @@ use sha2::{Digest, Sha256};
 use tileinfer::{Error, Result};
 use tileinfer_cuda::compile::{self, Assembler};
 use tileinfer_cuda::kernels::{Variant, fingerprint};
-use tileinfer_cuda::ops::{catalog, sweep_catalog};
+use tileinfer_cuda::ops::catalog;
 use tileinfer_cuda::pack::Pack;
 
 fn main() {
-    let mut arguments = std::env::args().skip(1).peekable();
-    let sweep = arguments
-        .next_if(|argument| argument == "--sweep")
-        .is_some();
-    let catalog = if sweep { sweep_catalog() } else { catalog() };
+    let mut arguments = std::env::args().skip(1);
+    let catalog = catalog();
     let (Some(toolkit), Some(folder)) = (arguments.next(), arguments.next()) else {
-        eprintln!("usage: tileinfer-kernels [--sweep] TOOLKIT FOLDER ARCH...");
+        eprintln!("usage: tileinfer-kernels TOOLKIT FOLDER ARCH...");
         std::process::exit(2);
     };
     let result = arguments.try_for_each(|arch| {
