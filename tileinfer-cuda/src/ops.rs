@@ -178,7 +178,7 @@ pub fn attention_variant(
     let aligned = head_dim.is_multiple_of(8);
     let width = head_dim.next_power_of_two().max(16) as i32;
     if std::ptr::eq(kernel, &kernels::FOLD) {
-        return Variant::new(kernel, &[kind], &[width, 2]).aligned(aligned);
+        return Variant::new(kernel, &[kind], &[width, 0]).aligned(aligned);
     }
     let page = if page_size == PAGE { PAGE as i32 } else { 0 };
     let variant = Variant::new(
