@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use half::bf16;
 use tileinfer::backend::{
-    Activation, AttentionShape, Backend, ComputeType, Element, KEY_BLOCK, KvRows, Mask, QkNorms, RopeTable,
-    StepLayout,
+    Activation, AttentionShape, Backend, ComputeType, Element, KEY_BLOCK, KvRows, Mask, QkNorms,
+    RopeTable, StepLayout,
 };
 use tileinfer::kv::{KvElement, KvLayout};
 use tileinfer::sampling::{RowSampler, Sampled};
@@ -223,12 +223,16 @@ impl CudaBackend {
         if tensor.kind == self.kind {
             return Ok(());
         }
-        Err(Error::Bug(format!("{what} is {:?} on a backend of {:?}", tensor.kind, self.kind)))
+        Err(Error::Bug(format!(
+            "{what} is {:?} on a backend of {:?}",
+            tensor.kind, self.kind
+        )))
     }
 
     fn floats(&self, what: &str, values: &[f32]) -> Result<Memory> {
         let memory = self.device().alloc(what, values.len() * 4)?;
-        self.device().upload(memory.address(), &encoded(Type::F32, values))?;
+        self.device()
+            .upload(memory.address(), &encoded(Type::F32, values))?;
         Ok(memory)
     }
 
@@ -251,7 +255,8 @@ impl CudaBackend {
         step.fill_groups(self.kind, staged, group);
         for groups in Offsets::GROUPS {
             let (at, words) = (step.offsets.at(groups), step.rows * groups.1);
-            self.device().queue_upload(step.address(groups), &staged.words, at * 4, words * 4)?;
+            self.device()
+                .queue_upload(step.address(groups), &staged.words, at * 4, words * 4)?;
         }
         staged.copied.record()
     }
@@ -261,7 +266,9 @@ impl CudaBackend {
         let mut staged = step.staged.lock().expect("no thread panics with a step");
         if staged.group != group {
             if self.recording.load(Ordering::Relaxed) && staged.group != 0 {
-                return Err(Error::Bug("layers of several group sizes cannot be recorded".to_owned()));
+                return Err(Error::Bug(
+                    "layers of several group sizes cannot be recorded".to_owned(),
+                ));
             }
             if !self.recording.load(Ordering::Relaxed) {
                 staged.copied.wait()?;
@@ -276,15 +283,31 @@ impl CudaBackend {
 /// Values as the device keeps them.
 fn encoded(kind: Type, values: &[f32]) -> Vec<u8> {
     match kind {
-        Type::Bf16 => values.iter().flat_map(|&value| bf16::from_f32(value).to_le_bytes()).collect(),
-        Type::F32 => values.iter().flat_map(|value| value.to_le_bytes()).collect(),
+        Type::Bf16 => values
+            .iter()
+            .flat_map(|&value| bf16::from_f32(value).to_le_bytes())
+            .collect(),
+        Type::F32 => values
+            .iter()
+            .flat_map(|value| value.to_le_bytes())
+            .collect(),
     }
 }
 
 fn decoded(kind: Type, bytes: &[u8]) -> Vec<f32> {
     match kind {
-        Type::Bf16 => bytes.as_chunks().0.iter().map(|&two| bf16::from_le_bytes(two).to_f32()).collect(),
-        Type::F32 => bytes.as_chunks().0.iter().map(|&four| f32::from_le_bytes(four)).collect(),
+        Type::Bf16 => bytes
+            .as_chunks()
+            .0
+            .iter()
+            .map(|&two| bf16::from_le_bytes(two).to_f32())
+            .collect(),
+        Type::F32 => bytes
+            .as_chunks()
+            .0
+            .iter()
+            .map(|&four| f32::from_le_bytes(four))
+            .collect(),
     }
 }
 
@@ -301,7 +324,10 @@ impl CudaTensor {
         if (self.rows, self.width) == (rows, width) {
             return Ok(());
         }
-        Err(Error::Bug(format!("an output is {} x {} and should be {rows} x {width}", self.rows, self.width)))
+        Err(Error::Bug(format!(
+            "an output is {} x {} and should be {rows} x {width}",
+            self.rows, self.width
+        )))
     }
 }
 
@@ -335,8 +361,19 @@ impl CudaStep {
                 let rows = self.span_rows[span]..self.span_rows[span + 1];
                 for first in rows.clone().step_by(most) {
                     let position = start + first - rows.start;
-                    let numbers = [first, most.min(rows.end - first), span, position, end, first_page, 0, 0];
-                    let slot = slots.next().expect("no more groups than rows. This is a bug");
+                    let numbers = [
+                        first,
+                        most.min(rows.end - first),
+                        span,
+                        position,
+                        end,
+                        first_page,
+                        0,
+                        0,
+                    ];
+                    let slot = slots
+                        .next()
+                        .expect("no more groups than rows. This is a bug");
                     *slot = numbers.map(|number| number as i32);
                     count += 1;
                 }
@@ -367,16 +404,32 @@ impl Backend for CudaBackend {
 
     fn alloc(&self, element: Element, capacity: usize, width: usize) -> Result<CudaTensor> {
         let kind = self.element(element);
-        if capacity.checked_mul(width).is_none_or(|values| values > i32::MAX as usize) {
-            return Err(Error::usage(format!("{capacity} x {width} values are more than an array can have here")));
+        if capacity
+            .checked_mul(width)
+            .is_none_or(|values| values > i32::MAX as usize)
+        {
+            return Err(Error::usage(format!(
+                "{capacity} x {width} values are more than an array can have here"
+            )));
         }
-        let memory = self.device().alloc("activations", capacity * width * kind.bytes())?;
-        Ok(CudaTensor { memory, kind, rows: 0, width, capacity })
+        let memory = self
+            .device()
+            .alloc("activations", capacity * width * kind.bytes())?;
+        Ok(CudaTensor {
+            memory,
+            kind,
+            rows: 0,
+            width,
+            capacity,
+        })
     }
 
     fn set_rows(&self, tensor: &mut CudaTensor, rows: usize) -> Result<()> {
         if rows > tensor.capacity {
-            return Err(Error::Bug(format!("{rows} rows in a tensor for {}", tensor.capacity)));
+            return Err(Error::Bug(format!(
+                "{rows} rows in a tensor for {}",
+                tensor.capacity
+            )));
         }
         tensor.rows = rows;
         Ok(())
@@ -389,9 +442,13 @@ impl Backend for CudaBackend {
     fn upload(&self, tensor: &mut CudaTensor, first_row: usize, values: &[f32]) -> Result<()> {
         let start = first_row * tensor.width;
         if start + values.len() > tensor.rows * tensor.width {
-            return Err(Error::Bug(format!("{} values from row {first_row} on do not fit", values.len())));
+            return Err(Error::Bug(format!(
+                "{} values from row {first_row} on do not fit",
+                values.len()
+            )));
         }
-        self.device().upload(tensor.column(start), &encoded(tensor.kind, values))
+        self.device()
+            .upload(tensor.column(start), &encoded(tensor.kind, values))
     }
 
     fn download(&self, tensor: &CudaTensor) -> Result<Vec<f32>> {
@@ -402,11 +459,24 @@ impl Backend for CudaBackend {
 
     fn load_weight(&self, weight: &Weight) -> Result<CudaWeight> {
         let (rows, columns) = (weight.rows(), weight.cols());
-        let memory = self.device().alloc("weights", rows * columns * self.kind.bytes())?;
-        let mut loader = self.loader.lock().expect("no thread panics with the loader");
+        let memory = self
+            .device()
+            .alloc("weights", rows * columns * self.kind.bytes())?;
+        let mut loader = self
+            .loader
+            .lock()
+            .expect("no thread panics with the loader");
         if loader.is_none() {
-            let buffer = || Ok((self.device().alloc_pinned(LOAD_BUFFER)?, self.device().event()?));
-            *loader = Some(Loader { buffers: [buffer()?, buffer()?], turn: 0 });
+            let buffer = || {
+                Ok((
+                    self.device().alloc_pinned(LOAD_BUFFER)?,
+                    self.device().event()?,
+                ))
+            };
+            *loader = Some(Loader {
+                buffers: [buffer()?, buffer()?],
+                turn: 0,
+            });
         }
         let loader = loader.as_mut().expect("just made");
         let mut to = memory.address();
@@ -428,23 +498,47 @@ impl Backend for CudaBackend {
                     let mut values = vec![0.0; some * part.cols()];
                     for first in (0..part.rows()).step_by(some) {
                         let count = some.min(part.rows() - first);
-                        for (i, row) in values.chunks_mut(part.cols().max(1)).take(count).enumerate() {
+                        for (i, row) in values
+                            .chunks_mut(part.cols().max(1))
+                            .take(count)
+                            .enumerate()
+                        {
                             part.row_f32(first + i, row);
                         }
                         let to = to + (first * part.cols() * self.kind.bytes()) as Address;
-                        self.stream(loader, to, &encoded(self.kind, &values[..count * part.cols()]))?;
+                        self.stream(
+                            loader,
+                            to,
+                            &encoded(self.kind, &values[..count * part.cols()]),
+                        )?;
                     }
                 }
             }
             to += (elements * self.kind.bytes()) as Address;
         }
-        Ok(CudaWeight { memory: Arc::new(memory), rows, columns })
+        Ok(CudaWeight {
+            memory: Arc::new(memory),
+            rows,
+            columns,
+        })
     }
 
     fn load_rope(&self, table: &RopeTable) -> Result<CudaRope> {
-        let query_scale = table.query_scale.as_ref().map(|scale| self.floats("RoPE", scale)).transpose()?;
-        let (cos, sin) = (self.floats("RoPE", &table.cos)?, self.floats("RoPE", &table.sin)?);
-        Ok(CudaRope { cos, sin, query_scale, pairs: table.pairs })
+        let query_scale = table
+            .query_scale
+            .as_ref()
+            .map(|scale| self.floats("RoPE", scale))
+            .transpose()?;
+        let (cos, sin) = (
+            self.floats("RoPE", &table.cos)?,
+            self.floats("RoPE", &table.sin)?,
+        );
+        Ok(CudaRope {
+            cos,
+            sin,
+            query_scale,
+            pairs: table.pairs,
+        })
     }
 
     fn alloc_pages(&self, layout: &KvLayout, pages: usize) -> Result<CudaPages> {
@@ -457,7 +551,9 @@ impl Backend for CudaBackend {
         let values = pages * layout.page_size * layout.kv_heads * layout.head_dim;
         if values > i32::MAX as usize {
             let most = i32::MAX as usize / (layout.page_size * layout.kv_heads * layout.head_dim);
-            return Err(Error::usage(format!("{pages} pages of a layer are more than the {most} a GPU kernel can address")));
+            return Err(Error::usage(format!(
+                "{pages} pages of a layer are more than the {most} a GPU kernel can address"
+            )));
         }
         let bytes = values * self.kind.bytes();
         let half = || {
@@ -465,16 +561,28 @@ impl Backend for CudaBackend {
             self.device().queue_fill(memory.address(), 0, bytes)?;
             Ok(memory)
         };
-        Ok(CudaPages { layout: *layout, pages, keys: half()?, values: half()? })
+        Ok(CudaPages {
+            layout: *layout,
+            pages,
+            keys: half()?,
+            values: half()?,
+        })
     }
 
     fn copy_pages(&self, pages: &mut CudaPages, copies: &[(u32, u32)]) -> Result<()> {
-        let KvLayout { page_size, kv_heads, head_dim, .. } = pages.layout;
+        let KvLayout {
+            page_size,
+            kv_heads,
+            head_dim,
+            ..
+        } = pages.layout;
         let bytes = page_size * kv_heads * head_dim * self.kind.bytes();
         for &(from, to) in copies {
-            let place = |memory: &Memory, page: u32| memory.address() + (page as usize * bytes) as Address;
+            let place =
+                |memory: &Memory, page: u32| memory.address() + (page as usize * bytes) as Address;
             for memory in [&pages.keys, &pages.values] {
-                self.device().queue_copy(place(memory, to), place(memory, from), bytes)?;
+                self.device()
+                    .queue_copy(place(memory, to), place(memory, from), bytes)?;
             }
         }
         Ok(())
@@ -487,18 +595,29 @@ impl Backend for CudaBackend {
         kv_head: usize,
         offset: usize,
     ) -> Result<(Vec<f32>, Vec<f32>)> {
-        let KvLayout { page_size, kv_heads, head_dim, .. } = pages.layout;
-        let first = ((page * kv_heads + kv_head) * page_size + offset) * head_dim * self.kind.bytes();
+        let KvLayout {
+            page_size,
+            kv_heads,
+            head_dim,
+            ..
+        } = pages.layout;
+        let first =
+            ((page * kv_heads + kv_head) * page_size + offset) * head_dim * self.kind.bytes();
         let read = |memory: &Memory| {
             let mut bytes = vec![0; head_dim * self.kind.bytes()];
-            self.device().download(memory.address() + first as Address, &mut bytes)?;
+            self.device()
+                .download(memory.address() + first as Address, &mut bytes)?;
             Ok(decoded(self.kind, &bytes))
         };
         Ok((read(&pages.keys)?, read(&pages.values)?))
     }
 
     fn alloc_step(&self, rows: usize, spans: usize, table_width: usize) -> Result<CudaStep> {
-        let offsets = Offsets { rows, spans, table_width };
+        let offsets = Offsets {
+            rows,
+            spans,
+            table_width,
+        };
         let device = self.device();
         Ok(CudaStep {
             arrays: device.alloc("a step's layout", offsets.words() * 4)?,
@@ -520,10 +639,16 @@ impl Backend for CudaBackend {
         })
     }
 
-    fn prepare(&self, step: &mut CudaStep, layout: &StepLayout, previous: Option<&CudaStep>) -> Result<()> {
+    fn prepare(
+        &self,
+        step: &mut CudaStep,
+        layout: &StepLayout,
+        previous: Option<&CudaStep>,
+    ) -> Result<()> {
         let offsets = step.offsets;
         let (rows, spans) = (layout.rows(), layout.spans());
-        if rows > offsets.rows || spans > offsets.spans || layout.table_width > offsets.table_width {
+        if rows > offsets.rows || spans > offsets.spans || layout.table_width > offsets.table_width
+        {
             return Err(Error::Bug(format!(
                 "a step of {rows} rows, {spans} spans and tables of {} in one for {}, {} and {}",
                 layout.table_width, offsets.rows, offsets.spans, offsets.table_width
@@ -533,8 +658,15 @@ impl Backend for CudaBackend {
         step.span_rows = layout.span_rows.iter().map(|&row| row as usize).collect();
         step.spans = (0..spans)
             .map(|span| {
-                let start = layout.positions.get(layout.span(span).start).map_or(0, |&position| position as usize);
-                [start, start + layout.span(span).len(), layout.first_pages[span] as usize]
+                let start = layout
+                    .positions
+                    .get(layout.span(span).start)
+                    .map_or(0, |&position| position as usize);
+                [
+                    start,
+                    start + layout.span(span).len(),
+                    layout.first_pages[span] as usize,
+                ]
             })
             .collect();
         step.wanted = layout.wanted.len();
@@ -555,11 +687,18 @@ impl Backend for CudaBackend {
         put(Offsets::POSITIONS, &mut layout.positions.iter().copied());
         put(Offsets::SLOTS, &mut layout.slots.iter().copied());
         put(Offsets::WANTED, &mut layout.wanted.iter().copied());
-        put(Offsets::TAKE_ROWS, &mut layout.previous.iter().map(|taken| taken.0));
-        put(Offsets::TAKE_INDICES, &mut layout.previous.iter().map(|taken| taken.1));
+        put(
+            Offsets::TAKE_ROWS,
+            &mut layout.previous.iter().map(|taken| taken.0),
+        );
+        put(
+            Offsets::TAKE_INDICES,
+            &mut layout.previous.iter().map(|taken| taken.1),
+        );
         let meta = |span: usize| {
             let [start, end, first_page] = step.spans[span];
-            (start..end).flat_map(move |position| [position as u32, end as u32, first_page as u32, 0])
+            (start..end)
+                .flat_map(move |position| [position as u32, end as u32, first_page as u32, 0])
         };
         put(Offsets::ROW_META, &mut (0..spans).flat_map(meta));
         let tables = &mut words[offsets.tables()..];
@@ -570,7 +709,11 @@ impl Backend for CudaBackend {
                 *word = page.cast_signed();
             }
         }
-        let group = if staged.group == 0 { self.group.load(Ordering::Relaxed) } else { staged.group };
+        let group = if staged.group == 0 {
+            self.group.load(Ordering::Relaxed)
+        } else {
+            staged.group
+        };
         if group != 0 {
             step.fill_groups(self.kind, staged, group);
         }
@@ -603,9 +746,18 @@ impl Backend for CudaBackend {
             let Some(previous) = previous else {
                 return Err(Error::Bug("a row awaits the token of no step".to_owned()));
             };
-            let (to, from) = (step.address(Offsets::TAKE_ROWS), step.address(Offsets::TAKE_INDICES));
+            let (to, from) = (
+                step.address(Offsets::TAKE_ROWS),
+                step.address(Offsets::TAKE_INDICES),
+            );
             let ids = step.address(Offsets::IDS);
-            self.ops.take_tokens(ids, previous.tokens.address(), to, from, layout.previous.len())?;
+            self.ops.take_tokens(
+                ids,
+                previous.tokens.address(),
+                to,
+                from,
+                layout.previous.len(),
+            )?;
         }
         Ok(())
     }
@@ -614,19 +766,40 @@ impl Backend for CudaBackend {
         out.like(step.rows, table.columns)?;
         let shape = [step.rows, table.rows, table.columns];
         let ids = step.address(Offsets::IDS);
-        self.ops.gather(out.at(), table.memory.address(), ids, [self.kind, out.kind], shape)
+        self.ops.gather(
+            out.at(),
+            table.memory.address(),
+            ids,
+            [self.kind, out.kind],
+            shape,
+        )
     }
 
-    fn rms_norm(&self, out: &mut CudaTensor, x: &CudaTensor, weight: &CudaTensor, eps: f32) -> Result<()> {
+    fn rms_norm(
+        &self,
+        out: &mut CudaTensor,
+        x: &CudaTensor,
+        weight: &CudaTensor,
+        eps: f32,
+    ) -> Result<()> {
         out.like(x.rows, x.width)?;
         self.expect(out, "a norm's output")?;
         let shape = [x.rows, x.width];
-        self.ops.rms_norm(out.at(), x.at(), None, weight.at(), [x.kind, out.kind], shape, eps)
+        self.ops.rms_norm(
+            out.at(),
+            x.at(),
+            None,
+            weight.at(),
+            [x.kind, out.kind],
+            shape,
+            eps,
+        )
     }
 
     fn add(&self, x: &mut CudaTensor, delta: &CudaTensor) -> Result<()> {
         x.like(delta.rows, delta.width)?;
-        self.ops.add(x.at(), delta.at(), [x.kind, delta.kind], x.rows * x.width)
+        self.ops
+            .add(x.at(), delta.at(), [x.kind, delta.kind], x.rows * x.width)
     }
 
     fn linear(
@@ -640,28 +813,71 @@ impl Backend for CudaBackend {
         self.expect(x, "a linear's input")?;
         let shape = [x.rows, weight.rows, weight.columns];
         let bias = bias.map(CudaTensor::at);
-        self.ops.linear((out.at(), out.kind), x.at(), weight.memory.address(), bias, self.kind, shape)
+        self.ops.linear(
+            (out.at(), out.kind),
+            x.at(),
+            weight.memory.address(),
+            bias,
+            self.kind,
+            shape,
+        )
     }
 
     fn head_norm(&self, x: &mut CudaTensor, weight: &CudaTensor, eps: f32) -> Result<()> {
         let shape = [x.rows * x.width / weight.width.max(1), weight.width];
-        self.ops.rms_norm(x.at(), x.at(), None, weight.at(), [x.kind, x.kind], shape, eps)
+        self.ops.rms_norm(
+            x.at(),
+            x.at(),
+            None,
+            weight.at(),
+            [x.kind, x.kind],
+            shape,
+            eps,
+        )
     }
 
-    fn rope(&self, x: &mut CudaTensor, rope: &CudaRope, step: &CudaStep, queries: bool) -> Result<()> {
+    fn rope(
+        &self,
+        x: &mut CudaTensor,
+        rope: &CudaRope,
+        step: &CudaStep,
+        queries: bool,
+    ) -> Result<()> {
         self.expect(x, "what is rotated")?;
         let head_dim = 2 * rope.pairs;
         let inputs = rope.inputs(queries);
-        self.ops.rotate(x.at(), &inputs, &step.step_arrays(), self.kind, [x.width / head_dim.max(1), head_dim])
+        self.ops.rotate(
+            x.at(),
+            &inputs,
+            &step.step_arrays(),
+            self.kind,
+            [x.width / head_dim.max(1), head_dim],
+        )
     }
 
-    fn store_kv(&self, pages: &mut CudaPages, rows: &KvRows<CudaTensor>, step: &CudaStep) -> Result<()> {
-        let KvLayout { page_size, kv_heads, head_dim, .. } = pages.layout;
+    fn store_kv(
+        &self,
+        pages: &mut CudaPages,
+        rows: &KvRows<CudaTensor>,
+        step: &CudaStep,
+    ) -> Result<()> {
+        let KvLayout {
+            page_size,
+            kv_heads,
+            head_dim,
+            ..
+        } = pages.layout;
         for (pool, x) in [(&pages.keys, &rows.keys), (&pages.values, &rows.values)] {
             x.like(step.rows, kv_heads * head_dim)?;
             self.expect(x, "what is stored")?;
             let shape = [kv_heads, head_dim, page_size];
-            self.ops.store(pool.address(), x.at(), &step.step_arrays(), self.kind, shape)?;
+            self.ops.store(
+                pool.address(),
+                x.at(),
+                &step.step_arrays(),
+                self.kind,
+                shape,
+            )?;
         }
         Ok(())
     }
@@ -674,7 +890,13 @@ impl Backend for CudaBackend {
         step: &CudaStep,
         shape: &AttentionShape,
     ) -> Result<()> {
-        let AttentionShape { heads, kv_heads, head_dim, scale, mask } = *shape;
+        let AttentionShape {
+            heads,
+            kv_heads,
+            head_dim,
+            scale,
+            mask,
+        } = *shape;
         out.like(step.rows, heads * head_dim)?;
         queries.like(step.rows, heads * head_dim)?;
         self.expect(queries, "queries")?;
@@ -686,16 +908,31 @@ impl Backend for CudaBackend {
         let recording = self.recording.load(Ordering::Relaxed);
         let page_size = pages.layout.page_size;
         let (few, many) = ops::attention_tiles(self.kind, group);
-        let longest = step.span_rows.windows(2).map(|rows| rows[1] - rows[0]).max().unwrap_or(0);
-        let (array, tile): (usize, AttentionTile) = if longest * group <= few.queries { (0, few) } else { (1, many) };
+        let longest = step
+            .span_rows
+            .windows(2)
+            .map(|rows| rows[1] - rows[0])
+            .max()
+            .unwrap_or(0);
+        let (array, tile): (usize, AttentionTile) = if longest * group <= few.queries {
+            (0, few)
+        } else {
+            (1, many)
+        };
         // A recording may be replayed with other spans of as many rows: each row a group of its own at worst.
-        let count = if recording { step.rows } else { staged.counts[array] };
+        let count = if recording {
+            step.rows
+        } else {
+            staged.counts[array]
+        };
         drop(staged);
         let longest_table = step.offsets.table_width * page_size;
         let blocks = if recording {
             longest_table.div_ceil(KEY_BLOCK)
         } else {
-            let blocks = |&[_, end, first]: &[usize; 3]| end.div_ceil(KEY_BLOCK) - first * page_size / KEY_BLOCK;
+            let blocks = |&[_, end, first]: &[usize; 3]| {
+                end.div_ceil(KEY_BLOCK) - first * page_size / KEY_BLOCK
+            };
             step.spans.iter().map(blocks).max().unwrap_or(0)
         };
         let block_slots = blocks + 1;
@@ -720,19 +957,40 @@ impl Backend for CudaBackend {
         let scratch = Ops::split_scratch(step.rows, heads, head_dim, block_slots);
         let enough = count * kv_heads >= self.device().info().multiprocessors as usize;
         let whole = array == 1 && (enough || scratch > SPLIT_SCRATCH);
-        let groups = Groups { address: step.address(Offsets::GROUPS[array]), count, tile };
+        let groups = Groups {
+            address: step.address(Offsets::GROUPS[array]),
+            count,
+            tile,
+        };
         let arrays = [queries.at(), pages.keys.address(), pages.values.address()];
-        self.ops.attention(out.at(), arrays, &step.step_arrays(), &groups, &plan, self.kind, whole)
+        self.ops.attention(
+            out.at(),
+            arrays,
+            &step.step_arrays(),
+            &groups,
+            &plan,
+            self.kind,
+            whole,
+        )
     }
 
-    fn activation(&self, out: &mut CudaTensor, x: &CudaTensor, activation: &Activation) -> Result<()> {
+    fn activation(
+        &self,
+        out: &mut CudaTensor,
+        x: &CudaTensor,
+        activation: &Activation,
+    ) -> Result<()> {
         out.like(x.rows, activation.output_width(x.width))?;
         self.expect(x, "an activation's input")?;
         match activation {
-            Activation::SiluGated => self.ops.silu_gated(out.at(), x.at(), self.kind, [x.rows, out.width]),
+            Activation::SiluGated => {
+                self.ops
+                    .silu_gated(out.at(), x.at(), self.kind, [x.rows, out.width])
+            }
             Activation::Xielu(xielu) => {
                 let scalars = [xielu.alpha_p, xielu.alpha_n, xielu.beta, xielu.eps];
-                self.ops.xielu(out.at(), x.at(), self.kind, x.rows * x.width, scalars)
+                self.ops
+                    .xielu(out.at(), x.at(), self.kind, x.rows * x.width, scalars)
             }
         }
     }
@@ -746,26 +1004,54 @@ impl Backend for CudaBackend {
         columns: usize,
     ) -> Result<()> {
         if out.rows != x.rows || to + columns > out.width || from + columns > x.width {
-            return Err(Error::Bug(format!("{columns} columns from {from} of {} to {to} of {}", x.width, out.width)));
+            return Err(Error::Bug(format!(
+                "{columns} columns from {from} of {} to {to} of {}",
+                x.width, out.width
+            )));
         }
         let (target, source) = ((out.column(to), out.width), (x.column(from), x.width));
-        self.ops.copy_columns(target, source, [x.kind, out.kind], [x.rows, columns])
+        self.ops
+            .copy_columns(target, source, [x.kind, out.kind], [x.rows, columns])
     }
 
     fn gather_wanted(&self, out: &mut CudaTensor, x: &CudaTensor, step: &CudaStep) -> Result<()> {
         out.like(step.wanted, x.width)?;
         let shape = [step.wanted, x.rows, x.width];
-        self.ops.gather(out.at(), x.at(), step.address(Offsets::WANTED), [x.kind, out.kind], shape)
+        self.ops.gather(
+            out.at(),
+            x.at(),
+            step.address(Offsets::WANTED),
+            [x.kind, out.kind],
+            shape,
+        )
     }
 
-    fn sample(&self, step: &mut CudaStep, logits: &CudaTensor, rows: &[Option<RowSampler>]) -> Result<()> {
+    fn sample(
+        &self,
+        step: &mut CudaStep,
+        logits: &CudaTensor,
+        rows: &[Option<RowSampler>],
+    ) -> Result<()> {
         if rows.len() > logits.rows {
-            return Err(Error::Bug(format!("{} rows to sample of {} rows of logits", rows.len(), logits.rows)));
+            return Err(Error::Bug(format!(
+                "{} rows to sample of {} rows of logits",
+                rows.len(),
+                logits.rows
+            )));
         }
-        let plain = |sampler: &Option<RowSampler>| sampler.as_ref().is_some_and(|s| is_plain_argmax(s, logits.width));
+        let plain = |sampler: &Option<RowSampler>| {
+            sampler
+                .as_ref()
+                .is_some_and(|s| is_plain_argmax(s, logits.width))
+        };
         if rows.iter().all(plain) {
-            self.ops.argmax(step.tokens.address(), logits.at(), [rows.len(), logits.width])?;
-            self.device().queue_download(&step.read, 0, step.tokens.address(), rows.len() * 4)?;
+            self.ops.argmax(
+                step.tokens.address(),
+                logits.at(),
+                [rows.len(), logits.width],
+            )?;
+            self.device()
+                .queue_download(&step.read, 0, step.tokens.address(), rows.len() * 4)?;
             step.done.record()?;
             step.sampled = Samples::Device(rows.len());
             return Ok(());
@@ -777,7 +1063,10 @@ impl Backend for CudaBackend {
                 sampled.push(sampler.sample(row)?);
             }
         }
-        let tokens: Vec<u8> = sampled.iter().flat_map(|sampled| sampled.token.to_le_bytes()).collect();
+        let tokens: Vec<u8> = sampled
+            .iter()
+            .flat_map(|sampled| sampled.token.to_le_bytes())
+            .collect();
         self.device().upload(step.tokens.address(), &tokens)?;
         step.sampled = Samples::Host(sampled);
         Ok(())
@@ -790,10 +1079,19 @@ impl Backend for CudaBackend {
         };
         step.done.wait()?;
         let sampled = |&token: &i32| match u32::try_from(token) {
-            Ok(token) if token != i32::MAX as u32 => Ok(Sampled { token, logprob: None, top: Vec::new() }),
-            _ => Err(Error::Bug("a row of logits holds no number to choose".to_owned())),
+            Ok(token) if token != i32::MAX as u32 => Ok(Sampled {
+                token,
+                logprob: None,
+                top: Vec::new(),
+            }),
+            _ => Err(Error::Bug(
+                "a row of logits holds no number to choose".to_owned(),
+            )),
         };
-        step.read.read_words()[..count].iter().map(sampled).collect()
+        step.read.read_words()[..count]
+            .iter()
+            .map(sampled)
+            .collect()
     }
 
     fn add_rms_norm(
@@ -811,7 +1109,15 @@ impl Backend for CudaBackend {
         out.like(x.rows, x.width)?;
         x.like(delta.rows, delta.width)?;
         let shape = [x.rows, x.width];
-        self.ops.rms_norm(out.at(), x.at(), Some(delta.at()), weight.at(), [x.kind, out.kind], shape, eps)
+        self.ops.rms_norm(
+            out.at(),
+            x.at(),
+            Some(delta.at()),
+            weight.at(),
+            [x.kind, out.kind],
+            shape,
+            eps,
+        )
     }
 
     fn qk_norm_rope_store(
@@ -825,7 +1131,12 @@ impl Backend for CudaBackend {
         step: &CudaStep,
         shape: &AttentionShape,
     ) -> Result<()> {
-        let AttentionShape { heads, kv_heads, head_dim, .. } = *shape;
+        let AttentionShape {
+            heads,
+            kv_heads,
+            head_dim,
+            ..
+        } = *shape;
         queries.like(step.rows, heads * head_dim)?;
         qkv.like(step.rows, (heads + 2 * kv_heads) * head_dim)?;
         self.expect(qkv, "a projection")?;
@@ -833,9 +1144,15 @@ impl Backend for CudaBackend {
         inputs.query_norm = norms.query.map_or(0, CudaTensor::at);
         inputs.key_norm = norms.key.map_or(0, CudaTensor::at);
         inputs.eps = norms.eps;
-        let arrays = [queries.at(), pages.keys.address(), pages.values.address(), qkv.at()];
+        let arrays = [
+            queries.at(),
+            pages.keys.address(),
+            pages.values.address(),
+            qkv.at(),
+        ];
         let shape = [heads, kv_heads, head_dim, pages.layout.page_size];
-        self.ops.split_norm_rope_store(arrays, &inputs, &step.step_arrays(), self.kind, shape)
+        self.ops
+            .split_norm_rope_store(arrays, &inputs, &step.step_arrays(), self.kind, shape)
     }
 
     fn supports_graphs(&self) -> bool {
@@ -846,7 +1163,9 @@ impl Backend for CudaBackend {
         self.recording.store(true, Ordering::Relaxed);
         let recording = self.device().record(body);
         self.recording.store(false, Ordering::Relaxed);
-        Ok(CudaGraph { recording: recording? })
+        Ok(CudaGraph {
+            recording: recording?,
+        })
     }
 
     fn replay(&self, graph: &CudaGraph) -> Result<()> {
@@ -856,8 +1175,17 @@ impl Backend for CudaBackend {
 
 impl CudaRope {
     fn inputs(&self, queries: bool) -> HeadInputs {
-        let query_scale = self.query_scale.as_ref().filter(|_| queries).map_or(0, Memory::address);
-        HeadInputs { cos: self.cos.address(), sin: self.sin.address(), query_scale, ..HeadInputs::default() }
+        let query_scale = self
+            .query_scale
+            .as_ref()
+            .filter(|_| queries)
+            .map_or(0, Memory::address);
+        HeadInputs {
+            cos: self.cos.address(),
+            sin: self.sin.address(),
+            query_scale,
+            ..HeadInputs::default()
+        }
     }
 }
 

@@ -409,23 +409,19 @@ impl Device {
             *pointer = ptr::from_mut(value).cast();
         }
         let [x, y, z] = grid.map(|blocks| blocks as u32);
+        // The launch may begin while the kernel before it ends: every kernel waits for that by itself.
         // SAFETY: the pointers are to local values that outlive the call; the rest is the caller's promise.
-        let code = unsafe {
-            sys::cuLaunchKernel(
+        let launched = unsafe {
+            cuda_core::launch_kernel_pdl(
                 function.function,
-                x,
-                y,
-                z,
-                1,
-                1,
-                1,
+                (x, y, z),
+                (1, 1, 1),
                 0,
                 self.stream,
-                pointers.as_mut_ptr(),
-                ptr::null_mut(),
+                &mut pointers,
             )
         };
-        check(code, "launching a kernel")
+        launched.or_else(|error| check(error.0, "launching a kernel"))
     }
 
     /// Records what `body` queues, without running it.

@@ -12,4 +12,6 @@ pub mod ops;
 pub mod pack;
 pub mod store;
 
-pub use backend::{CudaBackend, CudaGraph, CudaOptions, CudaPages, CudaRope, CudaStep, CudaTensor, CudaWeight};
+pub use backend::{
+    CudaBackend, CudaGraph, CudaOptions, CudaPages, CudaRope, CudaStep, CudaTensor, CudaWeight,
+};

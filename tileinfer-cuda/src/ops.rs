@@ -76,7 +76,11 @@ pub fn few_plan(
     let variant = Variant::new(&kernels::LINEAR_FEW, &[kind, out], &tile);
     LinearPlan {
         variant: variant.hints(hints.0, hints.1).aligned(aligned),
-        grid: [rows.div_ceil(tile[2] as usize), n.div_ceil(tile[0] as usize), splits],
+        grid: [
+            rows.div_ceil(tile[2] as usize),
+            n.div_ceil(tile[0] as usize),
+            splits,
+        ],
         split_columns,
     }
 }
@@ -95,7 +99,11 @@ pub fn many_plan(
     let variant = Variant::new(&kernels::LINEAR_MANY, &[kind, out], &sizes);
     LinearPlan {
         variant: variant.hints(hints.0, hints.1).aligned(aligned),
-        grid: [rows.div_ceil(tokens as usize), n.div_ceil(width as usize), 1],
+        grid: [
+            rows.div_ceil(tokens as usize),
+            n.div_ceil(width as usize),
+            1,
+        ],
         split_columns,
     }
 }
@@ -192,7 +200,12 @@ pub fn attention_variant(
 /// Tiles of attention for kv heads that a `group` of query heads shares: for few query vectors, for many.
 pub fn attention_tiles(kind: Type, group: usize) -> (AttentionTile, AttentionTile) {
     // Four warps always: with eight, tileiras 13.5.37 makes wrong code of these kernels for sm_90.
-    let tile = |queries, occupancy| AttentionTile { queries, warps: 4, occupancy, latency: 2 };
+    let tile = |queries, occupancy| AttentionTile {
+        queries,
+        warps: 4,
+        occupancy,
+        latency: 2,
+    };
     let least = group.next_power_of_two();
     match kind {
         Type::F32 => (tile(least.max(16), 2), tile(least.max(16), 2)),
@@ -324,7 +337,14 @@ impl Ops {
         kind: Type,
         [rows, n, k]: [usize; 3],
     ) -> Result<()> {
-        self.linear_by(&linear_plan(kind, out, rows, n, k), y, x, w, bias, [rows, n, k])
+        self.linear_by(
+            &linear_plan(kind, out, rows, n, k),
+            y,
+            x,
+            w,
+            bias,
+            [rows, n, k],
+        )
     }
 
     /// [`Ops::linear`] by a plan of one's own for that shape.
@@ -395,7 +415,11 @@ impl Ops {
     /// `x += delta` for `count` values of two types.
     pub fn add(&self, x: Address, delta: Address, types: [Type; 2], count: usize) -> Result<()> {
         let variant = stretch_variant(&kernels::ADD, &types, count);
-        self.launch(&variant, [count.div_ceil(STRETCH), 1, 1], &[x.into(), delta.into(), count.into()])
+        self.launch(
+            &variant,
+            [count.div_ceil(STRETCH), 1, 1],
+            &[x.into(), delta.into(), count.into()],
+        )
     }
 
     /// `out[r] = table[indices[r]]`, from one type to another.
@@ -408,7 +432,14 @@ impl Ops {
         [rows, table_rows, width]: [usize; 3],
     ) -> Result<()> {
         let variant = stretch_variant(&kernels::GATHER, &[from, to], width);
-        let arguments = [out.into(), table.into(), indices.into(), rows.into(), table_rows.into(), width.into()];
+        let arguments = [
+            out.into(),
+            table.into(),
+            indices.into(),
+            rows.into(),
+            table_rows.into(),
+            width.into(),
+        ];
         self.launch(&variant, [width.div_ceil(STRETCH), rows, 1], &arguments)
     }
 
@@ -422,8 +453,14 @@ impl Ops {
         [rows, columns]: [usize; 2],
     ) -> Result<()> {
         let variant = Variant::new(&kernels::COPY_COLUMNS, &[from, to], &[STRETCH as i32]);
-        let arguments =
-            [out.into(), x.into(), rows.into(), columns.into(), out_width.into(), x_width.into()];
+        let arguments = [
+            out.into(),
+            x.into(),
+            rows.into(),
+            columns.into(),
+            out_width.into(),
+            x_width.into(),
+        ];
         self.launch(&variant, [columns.div_ceil(STRETCH), rows, 1], &arguments)
     }
 
@@ -587,8 +624,13 @@ impl Ops {
         arguments.extend(sources);
         arguments.extend(shape);
         arguments.push(plan.block_slots.into());
+        let fewest = groups.count.min(
+            step.rows
+                .div_ceil((groups.tile.queries * plan.kv_heads / plan.heads).max(1)),
+        );
+        // In a recording some groups may be empty: the others still have to fill the device.
         let workers = ATTENTION_BLOCKS
-            .div_ceil(plan.kv_heads * groups.count.max(1))
+            .div_ceil(plan.kv_heads * fewest.max(1))
             .min(plan.blocks.max(1));
         let variant = attention_variant(
             &kernels::ATTEND_SPLIT,
@@ -691,10 +733,16 @@ pub fn catalog() -> Vec<Variant> {
                 }
             }
             // Odd widths are for tests: there are no such models.
-            let widths: &[usize] = if aligned { &[64, 128, 256, 512, 1024, 2048, 4096, 8192] } else { &[64] };
+            let widths: &[usize] = if aligned {
+                &[64, 128, 256, 512, 1024, 2048, 4096, 8192]
+            } else {
+                &[64]
+            };
             for width in widths.iter().map(|width| width - odd) {
                 all.push(norm_variant(kind, kind, width, false));
-                all.extend([false, true].map(|residual| norm_variant(Type::F32, kind, width, residual)));
+                all.extend(
+                    [false, true].map(|residual| norm_variant(Type::F32, kind, width, residual)),
+                );
             }
             for kernel in [&kernels::SILU_GATED, &kernels::XIELU] {
                 all.push(stretch_variant(kernel, &[kind], 1024 + odd));
@@ -702,21 +750,36 @@ pub fn catalog() -> Vec<Variant> {
             for to in [kind, Type::F32] {
                 all.push(stretch_variant(&kernels::GATHER, &[kind, to], 1024 + odd));
                 all.push(stretch_variant(&kernels::ADD, &[to, kind], 1024 + odd));
-                all.push(Variant::new(&kernels::COPY_COLUMNS, &[to, kind], &[STRETCH as i32]));
+                all.push(Variant::new(
+                    &kernels::COPY_COLUMNS,
+                    &[to, kind],
+                    &[STRETCH as i32],
+                ));
             }
             all.push(stretch_variant(&kernels::ADD, &[Type::F32; 2], 1024 + odd));
         }
         for head_dim in [14, 16, 30, 32, 64, 128, 256] {
-            for kernel in [&kernels::SPLIT_NORM_ROPE_STORE, &kernels::ROTATE, &kernels::STORE] {
+            for kernel in [
+                &kernels::SPLIT_NORM_ROPE_STORE,
+                &kernels::ROTATE,
+                &kernels::STORE,
+            ] {
                 all.push(head_variant(kernel, kind, head_dim));
             }
         }
         for head_dim in [16, 32, 64, 128, 256] {
             let (few, many) = attention_tiles(kind, 1);
-            for page_size in [PAGE, 4].into_iter().filter(|&size| size == PAGE || head_dim <= 128) {
-                let variant = |kernel, tile| attention_variant(kernel, kind, tile, head_dim, page_size);
+            for page_size in [PAGE, 4]
+                .into_iter()
+                .filter(|&size| size == PAGE || head_dim <= 128)
+            {
+                let variant =
+                    |kernel, tile| attention_variant(kernel, kind, tile, head_dim, page_size);
                 all.push(variant(&kernels::FOLD, few));
-                all.extend([variant(&kernels::ATTEND_SPLIT, few), variant(&kernels::ATTEND_SPLIT, many)]);
+                all.extend([
+                    variant(&kernels::ATTEND_SPLIT, few),
+                    variant(&kernels::ATTEND_SPLIT, many),
+                ]);
                 all.push(variant(&kernels::ATTEND_WHOLE, many));
             }
         }

@@ -90,14 +90,23 @@ impl KernelStore {
     /// # Errors
     /// [`Error::Device`] naming the kernel if no pack has it and it cannot be compiled here.
     pub fn get(&self, variant: &Variant) -> Result<Arc<Function>> {
-        let loaded = || self.loaded.lock().expect("no thread panics while it holds the kernels");
+        let loaded = || {
+            self.loaded
+                .lock()
+                .expect("no thread panics while it holds the kernels")
+        };
         if let Some(function) = loaded().get(variant) {
             return Ok(function.clone());
         }
         // Not under the lock: another thread may compile another kernel meanwhile.
         let cubin = self.find(variant)?;
-        let function = self.device.load(&cubin, &format!("{}_entry", variant.kernel.name))?;
-        Ok(loaded().entry(*variant).or_insert_with(|| Arc::new(function)).clone())
+        let function = self
+            .device
+            .load(&cubin, &format!("{}_entry", variant.kernel.name))?;
+        Ok(loaded()
+            .entry(*variant)
+            .or_insert_with(|| Arc::new(function))
+            .clone())
     }
 
     /// Gets kernels that are going to be needed, on all cores: compiling takes seconds each.
@@ -114,11 +123,15 @@ impl KernelStore {
         };
         let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         std::thread::scope(|scope| {
-            let workers: Vec<_> = (0..threads.min(variants.len())).map(|_| scope.spawn(work)).collect();
-            workers.into_iter().try_for_each(|worker| match worker.join() {
-                Ok(result) => result,
-                Err(panic) => std::panic::resume_unwind(panic),
-            })
+            let workers: Vec<_> = (0..threads.min(variants.len()))
+                .map(|_| scope.spawn(work))
+                .collect();
+            workers
+                .into_iter()
+                .try_for_each(|worker| match worker.join() {
+                    Ok(result) => result,
+                    Err(panic) => std::panic::resume_unwind(panic),
+                })
         })
     }
 

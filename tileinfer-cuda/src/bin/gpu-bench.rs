@@ -27,13 +27,21 @@ const POSITIONS: usize = 69632;
 fn main() {
     let mut options = CudaOptions::default();
     let mut arguments = std::env::args().skip(1).peekable();
-    if arguments.next_if(|argument| argument == "--toolkit").is_some() {
+    if arguments
+        .next_if(|argument| argument == "--toolkit")
+        .is_some()
+    {
         options.kernels.toolkit = arguments.next().map(PathBuf::from);
     }
-    options.kernels.pack_folders.extend(arguments.next().map(PathBuf::from));
+    options
+        .kernels
+        .pack_folders
+        .extend(arguments.next().map(PathBuf::from));
     let result = match arguments.next() {
         Some(model) => run(&options, &PathBuf::from(model)),
-        None => Err(Error::usage("usage: gpu-bench [--toolkit DIR] PACK_FOLDER MODEL_FOLDER")),
+        None => Err(Error::usage(
+            "usage: gpu-bench [--toolkit DIR] PACK_FOLDER MODEL_FOLDER",
+        )),
     };
     if let Err(error) = result {
         println!("error: {error}");
@@ -59,19 +67,39 @@ fn run(options: &CudaOptions, folder: &std::path::Path) -> Result<()> {
     let config = ModelConfig::from_dir(folder)?;
     let started = Instant::now();
     let host = HostModel::random(&config, 1);
-    println!("{}, {}: made in {:.1} s", backend.name(), folder.display(), started.elapsed().as_secs_f64());
+    println!(
+        "{}, {}: made in {:.1} s",
+        backend.name(),
+        folder.display(),
+        started.elapsed().as_secs_f64()
+    );
     let started = Instant::now();
-    let load = LoadOptions { max_length: LONGEST };
+    let load = LoadOptions {
+        max_length: LONGEST,
+    };
     let model = DecoderLM::load(&backend, &config, &host, &load, &mut |_, _| ())?;
     backend.ops().device().synchronize()?;
     let seconds = started.elapsed().as_secs_f64();
-    println!("loaded {:.2} GB in {seconds:.2} s, {:.1} GB/s", host.bytes() as f64 / 1e9, host.bytes() as f64 / 1e9 / seconds);
+    println!(
+        "loaded {:.2} GB in {seconds:.2} s, {:.1} GB/s",
+        host.bytes() as f64 / 1e9,
+        host.bytes() as f64 / 1e9 / seconds
+    );
     drop(host);
 
     let attention = model.layers[0].attention;
     let element = KvElement::Compute(ComputeType::Bf16);
-    let layout = KvLayout { page_size: PAGE, kv_heads: attention.kv_heads, head_dim: attention.head_dim, element };
-    let pages = model.layers.iter().map(|_| backend.alloc_pages(&layout, POSITIONS / PAGE)).collect::<Result<_>>()?;
+    let layout = KvLayout {
+        page_size: PAGE,
+        kv_heads: attention.kv_heads,
+        head_dim: attention.head_dim,
+        element,
+    };
+    let pages = model
+        .layers
+        .iter()
+        .map(|_| backend.alloc_pages(&layout, POSITIONS / PAGE))
+        .collect::<Result<_>>()?;
     let workspace = Workspace::new(&backend, &model, 4096, 64, LONGEST.div_ceil(PAGE), &[])?;
     let (hidden, wide) = (model.hidden, model.layers[0].wide);
     let q = attention.heads * attention.head_dim;
@@ -80,9 +108,21 @@ fn run(options: &CudaOptions, folder: &std::path::Path) -> Result<()> {
     let layer = hidden * (q + 2 * kv) + q * hidden + hidden * wide + down * hidden;
     let weights = 2.0 * (layer * model.layers.len() + hidden * model.head_rows) as f64;
     let position = (layout.position_bytes() * model.layers.len()) as f64;
-    let mut bench = Bench { backend, model, workspace, pages, weights, position, read: 0.0 };
+    let mut bench = Bench {
+        backend,
+        model,
+        workspace,
+        pages,
+        weights,
+        position,
+        read: 0.0,
+    };
     bench.read = bench.best_read()?;
-    println!("best read {:.0} GB/s, weights of a step {:.2} GB", bench.read / 1e9, weights / 1e9);
+    println!(
+        "best read {:.0} GB/s, weights of a step {:.2} GB",
+        bench.read / 1e9,
+        weights / 1e9
+    );
     bench.same_text()?;
     for (context, new, sequences) in [
         (128, 1, 1),
@@ -109,7 +149,11 @@ impl Bench {
     /// The last `new` rows of each of `sequences` sequences of `context` positions; the last row's logits.
     fn layout(context: usize, new: usize, sequences: usize) -> StepLayout {
         let width = context.div_ceil(PAGE);
-        let mut layout = StepLayout { span_rows: vec![0], table_width: width, ..StepLayout::default() };
+        let mut layout = StepLayout {
+            span_rows: vec![0],
+            table_width: width,
+            ..StepLayout::default()
+        };
         for sequence in 0..sequences {
             // Scattered, each page once: 7919 is prime and does not divide the number of pages.
             let page = |i: usize| ((sequence * width + i) * 7919 % (POSITIONS / PAGE)) as u32;
@@ -117,7 +161,9 @@ impl Bench {
             for position in context - new..context {
                 layout.ids.push((position * 31 % 1000) as u32);
                 layout.positions.push(position as u32);
-                layout.slots.push(page(position / PAGE) * PAGE as u32 + (position % PAGE) as u32);
+                layout
+                    .slots
+                    .push(page(position / PAGE) * PAGE as u32 + (position % PAGE) as u32);
             }
             layout.first_pages.push(0);
             layout.span_rows.push(layout.positions.len() as u32);
@@ -127,11 +173,17 @@ impl Bench {
     }
 
     fn begin(&mut self, layout: &StepLayout) -> Result<()> {
-        self.workspace.begin(&self.backend, &self.model, layout, None)
+        self.workspace
+            .begin(&self.backend, &self.model, layout, None)
     }
 
     fn forward(&mut self) -> Result<()> {
-        forward(&self.backend, &self.model, &mut self.pages, &mut self.workspace)
+        forward(
+            &self.backend,
+            &self.model,
+            &mut self.pages,
+            &mut self.workspace,
+        )
     }
 
     fn logits(&mut self, layout: &StepLayout) -> Result<Vec<u32>> {
@@ -148,10 +200,20 @@ impl Bench {
         let whole = last(self.logits(&Self::layout(300, 300, 1))?);
         let sixteen = last(self.logits(&Self::layout(300, 16, 1))?);
         let one = last(self.logits(&Self::layout(300, 1, 1))?);
-        println!("one row as 16 rows: {}, as a prefill of 300: {}", verdict(&one, &sixteen), verdict(&one, &whole));
+        println!(
+            "one row as 16 rows: {}, as a prefill of 300: {}",
+            verdict(&one, &sixteen),
+            verdict(&one, &whole)
+        );
         let mut chunks = Vec::new();
         for end in [100, 228, 300] {
-            let start = if end == 100 { 0 } else if end == 228 { 100 } else { 228 };
+            let start = if end == 100 {
+                0
+            } else if end == 228 {
+                100
+            } else {
+                228
+            };
             let mut layout = Self::layout(300, 300 - start, 1);
             let rows = end - start;
             layout.ids.truncate(rows);
@@ -176,7 +238,13 @@ impl Bench {
     fn record(&mut self) -> Result<<CudaBackend as Backend>::Graph> {
         // Once without recording, so that every kernel is loaded and all scratch is there.
         self.forward()?;
-        let Bench { backend, model, workspace, pages, .. } = self;
+        let Bench {
+            backend,
+            model,
+            workspace,
+            pages,
+            ..
+        } = self;
         backend.capture(&mut || forward(backend, model, pages, workspace))
     }
 
@@ -215,10 +283,13 @@ impl Bench {
             line += &format!(", recorded {replay:7.3} ms, with its layout {whole:7.3} ms");
             best = replay;
         }
-        let linears = (self.weights / 2.0 - (self.model.hidden * self.model.head_rows) as f64) * 2.0 * rows as f64;
+        let linears = (self.weights / 2.0 - (self.model.hidden * self.model.head_rows) as f64)
+            * 2.0
+            * rows as f64;
         let shape = self.model.layers[0].attention;
         let seen = context as f64 - (new as f64 - 1.0) / 2.0;
-        let attention = 4.0 * (shape.heads * shape.head_dim * self.model.layers.len() * rows) as f64 * seen;
+        let attention =
+            4.0 * (shape.heads * shape.head_dim * self.model.layers.len() * rows) as f64 * seen;
         line += &format!(
             ", {:.2} of read, {:.0} TFLOP/s",
             bytes / (best / 1e3) / self.read,
@@ -234,7 +305,12 @@ impl Bench {
         self.begin(&layout)?;
         let bytes = (self.model.head_rows * self.model.hidden * 2) as f64;
         let milliseconds = self.time(20, |bench| {
-            let Bench { backend, model, workspace, .. } = bench;
+            let Bench {
+                backend,
+                model,
+                workspace,
+                ..
+            } = bench;
             backend.linear(&mut workspace.logits, &model.head, None, &workspace.hidden)
         })?;
         Ok(bytes / milliseconds * 1e3)

@@ -15,7 +15,8 @@ use tileinfer_cuda::CudaBackend;
 use tileinfer_cuda::driver::{Address, Memory};
 use tileinfer_cuda::kernels::{self, Type};
 use tileinfer_cuda::ops::{
-    AttentionPlan, attention_variant, Groups, HeadInputs, Ops, PAGE, StepArrays, attention_tiles, sweep_plans, sweep_tiles,
+    AttentionPlan, Groups, HeadInputs, Ops, PAGE, StepArrays, attention_tiles, attention_variant,
+    sweep_plans, sweep_tiles,
 };
 use tileinfer_cuda::store::KernelOptions;
 
@@ -48,14 +49,25 @@ fn main() {
     let sweep = arguments
         .next_if(|argument| argument == "--sweep")
         .is_some();
-    if arguments.next_if(|argument| argument == "--toolkit").is_some() {
+    if arguments
+        .next_if(|argument| argument == "--toolkit")
+        .is_some()
+    {
         options.toolkit = arguments.next().map(PathBuf::from);
     }
-    options.pack_folders.extend(arguments.next().map(PathBuf::from));
-    let golden = arguments.next().map_or_else(|| PathBuf::from("testdata/golden"), PathBuf::from);
+    options
+        .pack_folders
+        .extend(arguments.next().map(PathBuf::from));
+    let golden = arguments
+        .next()
+        .map_or_else(|| PathBuf::from("testdata/golden"), PathBuf::from);
     let failed = Ops::open(0, &options).and_then(|ops| {
         let ops = Arc::new(ops);
-        let checker = Checker { ops: ops.clone(), random: 1, failed: 0 };
+        let checker = Checker {
+            ops: ops.clone(),
+            random: 1,
+            failed: 0,
+        };
         if sweep {
             return checker.sweep();
         }
@@ -408,7 +420,9 @@ impl Checker {
                         out.at(),
                         x.at(),
                         delta,
-                        w.at(), [stream, kind], [rows, width],
+                        w.at(),
+                        [stream, kind],
+                        [rows, width],
                         1e-6,
                     )?;
                     let (got, left) = (self.read(&out)?, self.read(&x)?);
@@ -610,7 +624,8 @@ impl Checker {
                         q2.at(),
                         q2.at(),
                         None,
-                        qw.at(), [kind; 2],
+                        qw.at(),
+                        [kind; 2],
                         [rows * heads, head_dim],
                         1e-6,
                     )?;
@@ -618,7 +633,8 @@ impl Checker {
                         k2.at(),
                         k2.at(),
                         None,
-                        kw.at(), [kind; 2],
+                        kw.at(),
+                        [kind; 2],
                         [rows * kv_heads, head_dim],
                         1e-6,
                     )?;
@@ -880,7 +896,8 @@ impl Checker {
             self.ops.gather(
                 out.at(),
                 table.at(),
-                indices.at(), [kind; 2],
+                indices.at(),
+                [kind; 2],
                 [picks.len(), 50, width],
             )?;
             let got = self.read(&out)?;
@@ -988,7 +1005,9 @@ impl Checker {
                 y.at(),
                 x.at(),
                 Some(pool.address()),
-                noise.at(), [Type::F32, kind], [1, 4096],
+                noise.at(),
+                [Type::F32, kind],
+                [1, 4096],
                 1e-6,
             )
         })?;
@@ -1008,7 +1027,9 @@ impl Checker {
         let noise = self.array(kind, &noise)?;
         let pool = self.poisoned(kind, 1 << 30)?;
         for part in 0..(2u64 << 30) / (8 << 20) {
-            self.ops.device().queue_copy(pool.at() + part * (8 << 20), noise.at(), 8 << 20)?;
+            self.ops
+                .device()
+                .queue_copy(pool.at() + part * (8 << 20), noise.at(), 8 << 20)?;
         }
         let x = self.values(kind, 4096 * 4096, 1.0);
         let x = self.array(kind, &x)?;
@@ -1024,8 +1045,14 @@ impl Checker {
                         let w = pool.at() + (i % copies * bytes) as Address;
                         ops.linear_by(&plan, y.at(), x.at(), w, None, [rows, n, k])
                     })?;
-                    let (rate, flops) = (bytes as f64 / time / 1e3, 2.0 * (rows * n * k) as f64 / time / 1e6);
-                    println!("{rows:4} rows {n} x {k}: {time:7.1} us, {rate:4.0} GB/s, {flops:3.0} TFLOP/s {}", plan.variant);
+                    let (rate, flops) = (
+                        bytes as f64 / time / 1e3,
+                        2.0 * (rows * n * k) as f64 / time / 1e6,
+                    );
+                    println!(
+                        "{rows:4} rows {n} x {k}: {time:7.1} us, {rate:4.0} GB/s, {flops:3.0} TFLOP/s {}",
+                        plan.variant
+                    );
                 }
             }
         }
@@ -1154,7 +1181,8 @@ impl Checker {
 
 /// Rows and weights that a sweep times linears at.
 const SWEEP_ROWS: [usize; 5] = [1, 64, 128, 512, 4096];
-const SWEEP_WEIGHTS: [(usize, usize); 4] = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)];
+const SWEEP_WEIGHTS: [(usize, usize); 4] =
+    [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)];
 
 fn round(kind: Type, value: f32) -> f32 {
     match kind {

@@ -53,9 +53,14 @@ fn build(variants: &[Variant], toolkit: &Path, folder: &Path, arch: &str) -> Res
         while let Some(variant) = variants.get(next.fetch_add(1, Ordering::Relaxed)) {
             match cubin(&assembler, variant, &cubins, arch) {
                 Ok(cubin) => {
-                    pack.lock().expect("no thread panics with the pack").insert(&variant.to_string(), &cubin);
+                    pack.lock()
+                        .expect("no thread panics with the pack")
+                        .insert(&variant.to_string(), &cubin);
                 }
-                Err(error) => failures.lock().expect("no thread panics with the list").push(error.to_string()),
+                Err(error) => failures
+                    .lock()
+                    .expect("no thread panics with the list")
+                    .push(error.to_string()),
             }
         }
     };
@@ -65,17 +70,26 @@ fn build(variants: &[Variant], toolkit: &Path, folder: &Path, arch: &str) -> Res
             scope.spawn(work);
         }
     });
-    let failures = failures.into_inner().expect("no thread panicked with the list");
+    let failures = failures
+        .into_inner()
+        .expect("no thread panicked with the list");
     for failure in &failures {
         eprintln!("{failure}");
     }
     let pack = pack.into_inner().expect("no thread panicked with the pack");
     pack.write(&path)?;
     let bytes = std::fs::metadata(&path).map_or(0, |file| file.len());
-    println!("{}: {} kernels, {} KiB", path.display(), pack.len(), bytes / 1024);
+    println!(
+        "{}: {} kernels, {} KiB",
+        path.display(),
+        pack.len(),
+        bytes / 1024
+    );
     match failures.len() {
         0 => Ok(()),
-        count => Err(Error::Bug(format!("{count} kernels do not compile for {arch}"))),
+        count => Err(Error::Bug(format!(
+            "{count} kernels do not compile for {arch}"
+        ))),
     }
 }
 

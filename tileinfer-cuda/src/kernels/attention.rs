@@ -18,6 +18,7 @@ pub mod attention {
     /// # Safety
     /// As for the entry points below.
     unsafe fn load_queries<E: ElementType, const BQ: i32, const D: i32>(
+        free: Token,
         queries: *mut E,
         offsets: Tile<i32, { [BQ, D] }>,
         live: Tile<bool, { [BQ, D] }>,
@@ -28,7 +29,7 @@ pub mod attention {
             None::<scope::Device>,
             Some(live),
             None,
-            None,
+            Some(free),
             Latency::<0>,
         );
         let nothing: Tile<E, { [BQ, D] }> = constant(E::ZERO, shape![BQ, D]);
@@ -69,13 +70,13 @@ pub mod attention {
         kv_heads: i32,
         kv_head: i32,
         head_dim: i32,
-        token: Token,
+        free: Token,
     ) -> Tile<E, { [64, D] }> {
         let mut result: Tile<E, { [64, D] }> = constant(E::ZERO, shape![64, D]);
         if PAGE == 64 {
-            let page: i32 = scalar_at(table, table_start + first / 64);
+            let page: i32 = scalar_at(free, table, table_start + first / 64);
             let view: Tensor<E, { [-1, -1, -1] }> =
-                page_pool(pool, pages * kv_heads, 64i32, head_dim, token);
+                page_pool(pool, pages * kv_heads, 64i32, head_dim, free);
             let part: Partition<E, { [1, 64, D] }> = view.partition(shape![1, 64, D]);
             let block: Tile<E, { [1, 64, D] }> =
                 part.load_pipelined::<LATENCY>([page * kv_heads + kv_head, 0i32, 0i32]);
@@ -97,7 +98,7 @@ pub mod attention {
                 None::<scope::Device>,
                 Some(seen),
                 None,
-                None,
+                Some(free),
                 Latency::<0>,
             );
             let page: Tile<i32, { [64, D] }> = select(seen, page, constant_like::<64, D>());
@@ -113,7 +114,7 @@ pub mod attention {
                 None::<scope::Device>,
                 Some(seen),
                 None,
-                None,
+                Some(free),
                 Latency::<0>,
             );
             result = select(seen, vectors, result);
@@ -158,15 +159,15 @@ pub mod attention {
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
         let grid: (i32, i32, i32) = get_num_tile_blocks();
+        let free: Token = start();
         let meta: i32 = pid.2 * 8;
         let kv_head: i32 = pid.1;
-        let free: Token = new_token_unordered();
-        let first_row: i32 = scalar_at(groups, meta);
-        let rows: i32 = scalar_at(groups, meta + 1);
-        let span: i32 = scalar_at(groups, meta + 2);
-        let first_position: i32 = scalar_at(groups, meta + 3);
-        let end: i32 = scalar_at(groups, meta + 4);
-        let first_page: i32 = scalar_at(groups, meta + 5);
+        let first_row: i32 = scalar_at(free, groups, meta);
+        let rows: i32 = scalar_at(free, groups, meta + 1);
+        let span: i32 = scalar_at(free, groups, meta + 2);
+        let first_position: i32 = scalar_at(free, groups, meta + 3);
+        let end: i32 = scalar_at(free, groups, meta + 4);
+        let first_page: i32 = scalar_at(free, groups, meta + 5);
         let group: i32 = heads / kv_heads;
         let table_start: i32 = span * table_width - first_page;
 
@@ -189,7 +190,7 @@ pub mod attention {
                 & lt_tile(lane, broadcast_scalar(head_dim, shape![BQ, D]));
         let offsets: Tile<i32, { [BQ, D] }> =
             vector * broadcast_scalar(head_dim, shape![BQ, D]) + lane;
-        let q: Tile<E, { [D, BQ] }> = load_queries::<E, BQ, D>(queries, offsets, live);
+        let q: Tile<E, { [D, BQ] }> = load_queries::<E, BQ, D>(free, queries, offsets, live);
 
         // What each query sees.
         let column: Tile<i32, { [64, BQ] }> = column_numbers::<64, BQ>();
@@ -282,7 +283,7 @@ pub mod attention {
                 ordering::Weak,
                 None::<scope::Device>,
                 Some(live),
-                None,
+                Some(free),
                 Latency::<0>,
             );
             let member: Tile<i32, { [BQ, 1] }> = row_numbers::<BQ, 1>();
@@ -298,7 +299,7 @@ pub mod attention {
                 ordering::Weak,
                 None::<scope::Device>,
                 Some(there),
-                None,
+                Some(free),
                 Latency::<0>,
             );
             let _stored: Token = store_ptr_tko(
@@ -307,7 +308,7 @@ pub mod attention {
                 ordering::Weak,
                 None::<scope::Device>,
                 Some(there),
-                None,
+                Some(free),
                 Latency::<0>,
             );
         }
@@ -329,10 +330,11 @@ pub mod attention {
         block_slots: i32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
+        let free: Token = start();
         let meta: i32 = pid.1 * 4;
-        let position: i32 = scalar_at(row_meta, meta);
-        let end: i32 = scalar_at(row_meta, meta + 1);
-        let first_page: i32 = scalar_at(row_meta, meta + 2);
+        let position: i32 = scalar_at(free, row_meta, meta);
+        let end: i32 = scalar_at(free, row_meta, meta + 1);
+        let first_page: i32 = scalar_at(free, row_meta, meta + 2);
         let low: i32 = max(position + 1 - window, 0i32);
         let mut high: i32 = position + 1;
         if causal == 0 {
@@ -355,7 +357,7 @@ pub mod attention {
                 None::<scope::Device>,
                 None,
                 None,
-                None,
+                Some(free),
                 Latency::<LATENCY>,
             );
             let (l_block, _t): (Tile<f32, { [1, 1] }>, Token) = load_ptr_tko(
@@ -364,7 +366,7 @@ pub mod attention {
                 None::<scope::Device>,
                 None,
                 None,
-                None,
+                Some(free),
                 Latency::<LATENCY>,
             );
             let from: Tile<i32, { [1, D] }> =
@@ -375,7 +377,7 @@ pub mod attention {
                 None::<scope::Device>,
                 Some(inside),
                 None,
-                None,
+                Some(free),
                 Latency::<LATENCY>,
             );
             let top: Tile<f32, { [1, 1] }> = max_tile(m, m_block);
@@ -399,7 +401,7 @@ pub mod attention {
             ordering::Weak,
             None::<scope::Device>,
             Some(inside),
-            None,
+            Some(free),
             Latency::<0>,
         );
     }
@@ -431,15 +433,15 @@ pub mod attention {
         window: i32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
+        let free: Token = start();
         let meta: i32 = pid.0 * 8;
         let kv_head: i32 = pid.1;
-        let free: Token = new_token_unordered();
-        let first_row: i32 = scalar_at(groups, meta);
-        let rows: i32 = scalar_at(groups, meta + 1);
-        let span: i32 = scalar_at(groups, meta + 2);
-        let first_position: i32 = scalar_at(groups, meta + 3);
-        let end: i32 = scalar_at(groups, meta + 4);
-        let first_page: i32 = scalar_at(groups, meta + 5);
+        let first_row: i32 = scalar_at(free, groups, meta);
+        let rows: i32 = scalar_at(free, groups, meta + 1);
+        let span: i32 = scalar_at(free, groups, meta + 2);
+        let first_position: i32 = scalar_at(free, groups, meta + 3);
+        let end: i32 = scalar_at(free, groups, meta + 4);
+        let first_page: i32 = scalar_at(free, groups, meta + 5);
         let group: i32 = heads / kv_heads;
         let table_start: i32 = span * table_width - first_page;
 
@@ -462,7 +464,7 @@ pub mod attention {
                 & lt_tile(lane, broadcast_scalar(head_dim, shape![BQ, D]));
         let offsets: Tile<i32, { [BQ, D] }> =
             vector * broadcast_scalar(head_dim, shape![BQ, D]) + lane;
-        let q: Tile<E, { [D, BQ] }> = load_queries::<E, BQ, D>(queries, offsets, live);
+        let q: Tile<E, { [D, BQ] }> = load_queries::<E, BQ, D>(free, queries, offsets, live);
 
         // What each query sees.
         let column: Tile<i32, { [64, BQ] }> = column_numbers::<64, BQ>();
@@ -566,7 +568,7 @@ pub mod attention {
             ordering::Weak,
             None::<scope::Device>,
             Some(live),
-            None,
+            Some(free),
             Latency::<0>,
         );
     }

@@ -10,7 +10,13 @@ pub mod norm {
     /// `out = rms_norm(x) * weight`; with `DELTA` = 1, `x += delta` (written back) before.
     /// Grid: (rows / R).
     #[cutile::entry(unchecked_accesses = true)]
-    unsafe fn rms_norm<X: ElementType, E: ElementType, const R: i32, const W: i32, const DELTA: i32>(
+    unsafe fn rms_norm<
+        X: ElementType,
+        E: ElementType,
+        const R: i32,
+        const W: i32,
+        const DELTA: i32,
+    >(
         out: *mut E,
         x: *mut X,
         delta: *mut X,
@@ -20,7 +26,7 @@ pub mod norm {
         eps: f32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
-        let free: Token = new_token_unordered();
+        let free: Token = start();
         let x_view: Tensor<X, { [-1, -1] }> = matrix(x, rows, width, width, free);
         let x_part: Partition<X, { [R, W] }> = x_view.partition(shape![R, W]);
         let value: Tile<X, { [R, W] }> = x_part.load([pid.0, 0i32]);

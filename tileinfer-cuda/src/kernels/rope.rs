@@ -13,6 +13,7 @@ pub mod rope {
     /// # Safety
     /// As for the entry points below.
     unsafe fn heads_of_part<E: ElementType, const HB: i32, const P: i32>(
+        free: Token,
         out: *mut E,
         out_vector: Tile<i32, { [HB, P] }>,
         x: *mut E,
@@ -46,7 +47,7 @@ pub mod rope {
             None::<scope::Device>,
             Some(live),
             None,
-            None,
+            Some(free),
             Latency::<0>,
         );
         let (b, _t): (Tile<E, { [HB, P] }>, Token) = load_ptr_tko(
@@ -55,7 +56,7 @@ pub mod rope {
             None::<scope::Device>,
             Some(live),
             None,
-            None,
+            Some(free),
             Latency::<0>,
         );
         let nothing: Tile<E, { [HB, P] }> = constant(E::ZERO, shape![HB, P]);
@@ -78,7 +79,7 @@ pub mod rope {
                 None::<scope::Device>,
                 Some(inside),
                 None,
-                None,
+                Some(free),
                 Latency::<0>,
             );
             let (wb, _t): (Tile<E, { [HB, P] }>, Token) = load_ptr_tko(
@@ -87,7 +88,7 @@ pub mod rope {
                 None::<scope::Device>,
                 Some(inside),
                 None,
-                None,
+                Some(free),
                 Latency::<0>,
             );
             let wa: Tile<f32, { [HB, P] }> = convert_tile(wa);
@@ -104,7 +105,7 @@ pub mod rope {
                 None::<scope::Device>,
                 Some(inside),
                 None,
-                None,
+                Some(free),
                 Latency::<0>,
             );
             let (s, _t): (Tile<f32, { [HB, P] }>, Token) = load_ptr_tko(
@@ -113,7 +114,7 @@ pub mod rope {
                 None::<scope::Device>,
                 Some(inside),
                 None,
-                None,
+                Some(free),
                 Latency::<0>,
             );
             let a32: Tile<f32, { [HB, P] }> = convert_tile(a);
@@ -138,7 +139,7 @@ pub mod rope {
             ordering::Weak,
             None::<scope::Device>,
             Some(live),
-            None,
+            Some(free),
             Latency::<0>,
         );
         let _stored: Token = store_ptr_tko(
@@ -147,7 +148,7 @@ pub mod rope {
             ordering::Weak,
             None::<scope::Device>,
             Some(live),
-            None,
+            Some(free),
             Latency::<0>,
         );
     }
@@ -156,7 +157,7 @@ pub mod rope {
     ///
     /// # Safety
     /// As for `scalar_at`, where `given` is 1.
-    unsafe fn scale_at(base: *mut f32, index: i32, given: i32) -> f32 {
+    unsafe fn scale_at(free: Token, base: *mut f32, index: i32, given: i32) -> f32 {
         let mut value: Tile<f32, { [] }> = constant(1.0f32, shape![]);
         if given == 1 {
             let pointer: PointerTile<*mut f32, { [] }> = pointer_to_tile(base);
@@ -167,7 +168,7 @@ pub mod rope {
                 None::<scope::Device>,
                 None,
                 None,
-                None,
+                Some(free),
                 Latency::<0>,
             );
             value = loaded;
@@ -198,8 +199,9 @@ pub mod rope {
         eps: f32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
+        let free: Token = start();
         let row: i32 = pid.1;
-        let position: i32 = scalar_at(positions, row);
+        let position: i32 = scalar_at(free, positions, row);
         let width: i32 = (heads + 2 * kv_heads) * head_dim;
         let q_blocks: i32 = ceil_div(heads, HB);
         let kv_blocks: i32 = ceil_div(kv_heads, HB);
@@ -210,10 +212,11 @@ pub mod rope {
         let local: Tile<i32, { [HB, P] }> = row_numbers::<HB, P>();
         if pid.0 < q_blocks {
             let first: i32 = pid.0 * HB;
-            let scale: f32 = scale_at(query_scale, position, scaled);
+            let scale: f32 = scale_at(free, query_scale, position, scaled);
             let vector: Tile<i32, { [HB, P] }> =
                 local + broadcast_scalar(row * heads + first, shape![HB, P]);
             heads_of_part::<E, HB, P>(
+                free,
                 queries,
                 vector,
                 qkv,
@@ -231,7 +234,7 @@ pub mod rope {
                 eps,
             );
         } else {
-            let slot: i32 = scalar_at(slots, row);
+            let slot: i32 = scalar_at(free, slots, row);
             let page: i32 = slot / page_size;
             let offset: i32 = slot % page_size;
             let mut turn: i32 = pid.0 - q_blocks;
@@ -244,6 +247,7 @@ pub mod rope {
                 + broadcast_scalar(offset, shape![HB, P]);
             if is_value == 0 {
                 heads_of_part::<E, HB, P>(
+                    free,
                     keys,
                     vector,
                     qkv,
@@ -262,6 +266,7 @@ pub mod rope {
                 );
             } else {
                 heads_of_part::<E, HB, P>(
+                    free,
                     values,
                     vector,
                     qkv,
@@ -295,12 +300,14 @@ pub mod rope {
         head_dim: i32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
-        let position: i32 = scalar_at(positions, pid.1);
+        let free: Token = start();
+        let position: i32 = scalar_at(free, positions, pid.1);
         let first: i32 = pid.0 * HB;
-        let scale: f32 = scale_at(query_scale, position, scaled);
+        let scale: f32 = scale_at(free, query_scale, position, scaled);
         let vector: Tile<i32, { [HB, P] }> =
             row_numbers::<HB, P>() + broadcast_scalar(pid.1 * heads + first, shape![HB, P]);
         heads_of_part::<E, HB, P>(
+            free,
             x,
             vector,
             x,
@@ -330,7 +337,8 @@ pub mod rope {
         page_size: i32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
-        let slot: i32 = scalar_at(slots, pid.1);
+        let free: Token = start();
+        let slot: i32 = scalar_at(free, slots, pid.1);
         let page: i32 = slot / page_size;
         let offset: i32 = slot % page_size;
         let first: i32 = pid.0 * HB;
@@ -341,6 +349,7 @@ pub mod rope {
         let none: PointerTile<*mut f32, { [] }> = ptr_to_ptr(pointer_to_tile(x));
         let none: *mut f32 = tile_to_pointer(none);
         heads_of_part::<E, HB, P>(
+            free,
             pool,
             vector,
             x,

@@ -17,8 +17,8 @@ pub mod rows {
         width: i32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
-        let free: Token = new_token_unordered();
-        let index: i32 = scalar_at(indices, pid.1);
+        let free: Token = start();
+        let index: i32 = scalar_at(free, indices, pid.1);
         let from_view: Tensor<E, { [-1, -1] }> = matrix(table, table_rows, width, width, free);
         let from: Partition<E, { [1, W] }> = from_view.partition(shape![1, W]);
         let row: Tile<E, { [1, W] }> = from.load([index, pid.0]);
@@ -40,7 +40,7 @@ pub mod rows {
         x_width: i32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
-        let free: Token = new_token_unordered();
+        let free: Token = start();
         let x_view: Tensor<E, { [-1, -1] }> = matrix(x, rows, columns, x_width, free);
         let x_part: Partition<E, { [1, W] }> = x_view.partition(shape![1, W]);
         let row: Tile<E, { [1, W] }> = x_part.load([pid.1, pid.0]);
@@ -52,9 +52,13 @@ pub mod rows {
 
     /// `x += delta`, rounded, for `count` values. Grid: (count / W).
     #[cutile::entry(unchecked_accesses = true)]
-    unsafe fn add<X: ElementType, D: ElementType, const W: i32>(x: *mut X, delta: *mut D, count: i32) {
+    unsafe fn add<X: ElementType, D: ElementType, const W: i32>(
+        x: *mut X,
+        delta: *mut D,
+        count: i32,
+    ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
-        let free: Token = new_token_unordered();
+        let free: Token = start();
         let x_view: Tensor<X, { [-1, -1] }> = matrix(x, 1, count, count, free);
         let x_part: Partition<X, { [1, W] }> = x_view.partition(shape![1, W]);
         let d_view: Tensor<D, { [-1, -1] }> = matrix(delta, 1, count, count, free);
@@ -79,6 +83,7 @@ pub mod rows {
         count: i32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
+        let free: Token = start();
         let i: Tile<i32, { [1, 128] }> =
             broadcast_scalar(pid.0 * 128, shape![1, 128]) + column_numbers::<1, 128>();
         let there: Tile<bool, { [1, 128] }> = lt_tile(i, broadcast_scalar(count, shape![1, 128]));
@@ -89,7 +94,7 @@ pub mod rows {
             None::<scope::Device>,
             Some(there),
             None,
-            None,
+            Some(free),
             Latency::<0>,
         );
         let (index, _t): (Tile<i32, { [1, 128] }>, Token) = load_ptr_tko(
@@ -98,7 +103,7 @@ pub mod rows {
             None::<scope::Device>,
             Some(there),
             None,
-            None,
+            Some(free),
             Latency::<0>,
         );
         let row: Tile<i32, { [1, 128] }> = select(there, row, nothing);
@@ -109,7 +114,7 @@ pub mod rows {
             None::<scope::Device>,
             Some(there),
             None,
-            None,
+            Some(free),
             Latency::<0>,
         );
         let _stored: Token = store_ptr_tko(
@@ -118,7 +123,7 @@ pub mod rows {
             ordering::Weak,
             None::<scope::Device>,
             Some(there),
-            None,
+            Some(free),
             Latency::<0>,
         );
     }

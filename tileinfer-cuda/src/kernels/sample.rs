@@ -17,8 +17,8 @@ pub mod sample {
         vocab: i32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
+        let free: Token = start();
         let grid: (i32, i32, i32) = get_num_tile_blocks();
-        let free: Token = new_token_unordered();
         let view: Tensor<f32, { [-1, -1] }> = matrix(logits, rows, vocab, vocab, free);
         let part: Partition<f32, { [1, W] }> = view.partition(shape![1, W]);
         let value: Tile<f32, { [1, W] }> = part.load([pid.1, pid.0]);
@@ -40,7 +40,7 @@ pub mod sample {
             ordering::Weak,
             None::<scope::Device>,
             None,
-            None,
+            Some(free),
             Latency::<0>,
         );
         let _stored: Token = store_ptr_tko(
@@ -49,7 +49,7 @@ pub mod sample {
             ordering::Weak,
             None::<scope::Device>,
             None,
-            None,
+            Some(free),
             Latency::<0>,
         );
     }
@@ -59,6 +59,7 @@ pub mod sample {
     #[cutile::entry(unchecked_accesses = true)]
     unsafe fn argmax<const P: i32>(tokens: *mut i32, best: *mut f32, place: *mut i32, parts: i32) {
         let pid: (i32, i32, i32) = get_tile_block_id();
+        let free: Token = start();
         let number: Tile<i32, { [1, P] }> = column_numbers::<1, P>();
         let inside: Tile<bool, { [1, P] }> = lt_tile(number, broadcast_scalar(parts, shape![1, P]));
         let from: Tile<i32, { [1, P] }> = number + broadcast_scalar(pid.0 * parts, shape![1, P]);
@@ -68,7 +69,7 @@ pub mod sample {
             None::<scope::Device>,
             Some(inside),
             None,
-            None,
+            Some(free),
             Latency::<0>,
         );
         let (index, _t): (Tile<i32, { [1, P] }>, Token) = load_ptr_tko(
@@ -77,7 +78,7 @@ pub mod sample {
             None::<scope::Device>,
             Some(inside),
             None,
-            None,
+            Some(free),
             Latency::<0>,
         );
         let least: Tile<f32, { [1, P] }> = constant(f32::NEG_INFINITY, shape![1, P]);
@@ -94,7 +95,7 @@ pub mod sample {
             ordering::Weak,
             None::<scope::Device>,
             None,
-            None,
+            Some(free),
             Latency::<0>,
         );
     }

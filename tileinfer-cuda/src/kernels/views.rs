@@ -2,7 +2,8 @@
 //! memory holds.
 
 #[cutile::module]
-#[allow(missing_docs)]
+// The kernel compiler finds helpers of another module by `pub`.
+#[allow(missing_docs, unreachable_pub)]
 pub mod views {
     use cutile::core::*;
 
@@ -47,11 +48,23 @@ pub mod views {
         make_tensor_view(base, shape, strides, token)
     }
 
+    /// Lets the next kernel begin to start, then waits for the kernels before this one and what they wrote:
+    /// every access to memory is ordered after the token. Kernels of one step follow each other closely, so
+    /// that the start of one hides behind the end of the one before it.
+    ///
+    /// # Safety
+    /// The first thing in every kernel: what comes after a kernel relies on all before it being done.
+    pub unsafe fn start() -> Token {
+        let ready: Token = gdc_wait_tko(None);
+        let signalled: Token = gdc_launch_dependents_tko(Some(ready));
+        signalled
+    }
+
     /// The number at `base[index]`.
     ///
     /// # Safety
     /// `base[index]` can be read and nothing writes it during the launch.
-    pub unsafe fn scalar_at(base: *mut i32, index: i32) -> i32 {
+    pub unsafe fn scalar_at(free: Token, base: *mut i32, index: i32) -> i32 {
         let pointer: PointerTile<*mut i32, { [] }> = pointer_to_tile(base);
         let pointer: PointerTile<*mut i32, { [] }> = pointer.offset(index);
         let (value, _token): (Tile<i32, { [] }>, Token) = load_ptr_tko(
@@ -60,7 +73,7 @@ pub mod views {
             None::<scope::Device>,
             None,
             None,
-            None,
+            Some(free),
             Latency::<0>,
         );
         tile_to_scalar(value)
