@@ -87,10 +87,8 @@ fn device_info(ordinal: i32, driver: i32) -> Result<DeviceInfo> {
     let attribute = |attribute| {
         let mut value = 0;
         // SAFETY: a query into a local number.
-        check(
-            unsafe { sys::cuDeviceGetAttribute(&mut value, attribute, device) },
-            &what,
-        )?;
+        let code = unsafe { sys::cuDeviceGetAttribute(&mut value, attribute, device) };
+        check(code, &what)?;
         Ok(value)
     };
     let major =
@@ -156,10 +154,7 @@ impl Device {
             )?;
             check(sys::cuCtxSetCurrent(context), "taking the context")?;
             let flag = sys::CUstream_flags_enum_CU_STREAM_NON_BLOCKING;
-            check(
-                sys::cuStreamCreate(&mut stream, flag as u32),
-                "creating a stream",
-            )?;
+            check(sys::cuStreamCreate(&mut stream, flag), "creating a stream")?;
         }
         Ok(Arc::new(Device {
             info,
@@ -176,20 +171,16 @@ impl Device {
 
     fn bind(&self) -> Result<()> {
         // SAFETY: the context lives as long as `self`.
-        check(
-            unsafe { sys::cuCtxSetCurrent(self.context) },
-            "taking the context",
-        )
+        let code = unsafe { sys::cuCtxSetCurrent(self.context) };
+        check(code, "taking the context")
     }
 
     /// Waits until everything queued has run.
     pub fn synchronize(&self) -> Result<()> {
         self.bind()?;
         // SAFETY: the stream lives as long as `self`.
-        check(
-            unsafe { sys::cuStreamSynchronize(self.stream) },
-            "waiting for the device",
-        )
+        let code = unsafe { sys::cuStreamSynchronize(self.stream) };
+        check(code, "waiting for the device")
     }
 
     /// Bytes free and in all.
@@ -197,10 +188,8 @@ impl Device {
         self.bind()?;
         let (mut free, mut total) = (0, 0);
         // SAFETY: a query into local numbers.
-        check(
-            unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) },
-            "asking for free memory",
-        )?;
+        let code = unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) };
+        check(code, "asking for free memory")?;
         Ok((free as u64, total as u64))
     }
 
@@ -316,10 +305,8 @@ impl Device {
     pub fn queue_copy(&self, to: Address, from: Address, bytes: usize) -> Result<()> {
         self.bind()?;
         // SAFETY: device addresses; the driver checks that they lie in allocations.
-        check(
-            unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes, self.stream) },
-            "copying on the device",
-        )
+        let code = unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes, self.stream) };
+        check(code, "copying on the device")
     }
 
     /// Queues the copy of `rows` runs of `bytes`, `to_pitch` and `from_pitch` bytes apart.
@@ -341,20 +328,16 @@ impl Device {
         (copy.dstDevice, copy.dstPitch) = (to, to_pitch);
         (copy.WidthInBytes, copy.Height) = (bytes, rows);
         // SAFETY: device addresses; the driver checks that they lie in allocations.
-        check(
-            unsafe { sys::cuMemcpy2DAsync_v2(&copy, self.stream) },
-            "copying columns",
-        )
+        let code = unsafe { sys::cuMemcpy2DAsync_v2(&copy, self.stream) };
+        check(code, "copying columns")
     }
 
     /// Queues the filling of memory with a byte.
     pub fn queue_fill(&self, to: Address, value: u8, bytes: usize) -> Result<()> {
         self.bind()?;
         // SAFETY: a device address; the driver checks that it lies in an allocation.
-        check(
-            unsafe { sys::cuMemsetD8Async(to, value, bytes, self.stream) },
-            "filling memory",
-        )
+        let code = unsafe { sys::cuMemsetD8Async(to, value, bytes, self.stream) };
+        check(code, "filling memory")
     }
 
     /// Loads machine code and finds the function called `name` in it.
@@ -429,10 +412,8 @@ impl Device {
         self.bind()?;
         let mode = sys::CUstreamCaptureMode_enum_CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: the stream lives as long as `self` and is not recording: only this method starts one.
-        check(
-            unsafe { sys::cuStreamBeginCapture_v2(self.stream, mode) },
-            "starting to record",
-        )?;
+        let code = unsafe { sys::cuStreamBeginCapture_v2(self.stream, mode) };
+        check(code, "starting to record")?;
         let queued = body();
         let mut graph = ptr::null_mut();
         self.bind()?;
@@ -457,10 +438,8 @@ impl Device {
     pub fn replay(&self, recording: &Recording) -> Result<()> {
         self.bind()?;
         // SAFETY: both handles live.
-        check(
-            unsafe { sys::cuGraphLaunch(recording.exec, self.stream) },
-            "replaying a step",
-        )
+        let code = unsafe { sys::cuGraphLaunch(recording.exec, self.stream) };
+        check(code, "replaying a step")
     }
 
     /// A mark that can be put in the queue.
@@ -468,10 +447,8 @@ impl Device {
         self.bind()?;
         let mut event = ptr::null_mut();
         // SAFETY: the handle is written to a local variable.
-        check(
-            unsafe { sys::cuEventCreate(&mut event, 0) },
-            "creating an event",
-        )?;
+        let code = unsafe { sys::cuEventCreate(&mut event, 0) };
+        check(code, "creating an event")?;
         Ok(Event {
             device: self.clone(),
             event,
@@ -627,30 +604,24 @@ impl Event {
     pub fn record(&self) -> Result<()> {
         self.device.bind()?;
         // SAFETY: both handles live.
-        check(
-            unsafe { sys::cuEventRecord(self.event, self.device.stream) },
-            "marking the queue",
-        )
+        let code = unsafe { sys::cuEventRecord(self.event, self.device.stream) };
+        check(code, "marking the queue")
     }
 
     /// Waits until the queue has passed the mark; a mark never put is passed.
     pub fn wait(&self) -> Result<()> {
         self.device.bind()?;
         // SAFETY: the handle lives.
-        check(
-            unsafe { sys::cuEventSynchronize(self.event) },
-            "waiting for the device",
-        )
+        let code = unsafe { sys::cuEventSynchronize(self.event) };
+        check(code, "waiting for the device")
     }
 
     /// Milliseconds from this mark to a later one, both passed.
     pub fn milliseconds_to(&self, end: &Event) -> Result<f32> {
         let mut time = 0.0;
         // SAFETY: a query of two live handles into a local number.
-        check(
-            unsafe { sys::cuEventElapsedTime_v2(&mut time, self.event, end.event) },
-            "measuring time",
-        )?;
+        let code = unsafe { sys::cuEventElapsedTime_v2(&mut time, self.event, end.event) };
+        check(code, "measuring time")?;
         Ok(time)
     }
 }

@@ -866,3 +866,103 @@ pub fn sweep_plans(shape: [usize; 3]) -> Vec<LinearPlan> {
         ],
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+
+    #[test]
+    fn splits_cover_the_columns_and_fit_the_partial_sums() {
+        for n in [1, 64, 1000, 1024, 4096, 6144, 8192, 24576, 151_936] {
+            for k in [1, 8, 255, 256, 1000, 4096, 12288, 14336] {
+                let (count, columns) = splits(Type::Bf16, n, k);
+                assert!(
+                    columns.is_multiple_of(256)
+                        && count * columns >= k
+                        && (count - 1) * columns < k,
+                    "{n} x {k}"
+                );
+                let tiles = n.div_ceil(64) * count;
+                assert!(
+                    count == 1 || tiles * 64 * 128 * 4 <= PARTIAL_BYTES && tiles <= TICKETS,
+                    "{n} x {k}"
+                );
+                assert_eq!(splits(Type::F32, n, k).0, 1);
+            }
+        }
+    }
+
+    /// What steps of real models launch is in the pack, so a user needs no toolkit.
+    #[test]
+    fn the_pack_holds_what_real_models_launch() {
+        let catalog: HashSet<Variant> = catalog().into_iter().collect();
+        let has = |variant: Variant| assert!(catalog.contains(&variant), "{variant}");
+        // Hidden, intermediate, heads, kv heads, head size, vocabulary: Qwen3 0.6B, 8B, 14B, Llama 3 1B, 8B,
+        // Mistral Nemo, Qwen2.5 7B, Apertus 8B, SmolLM2 135M.
+        for [hidden, wide, heads, kv_heads, head_dim, vocab] in [
+            [1024, 3072, 16, 8, 128, 151_936],
+            [4096, 12288, 32, 8, 128, 151_936],
+            [5120, 17408, 40, 8, 128, 151_936],
+            [2048, 8192, 32, 8, 64, 128_256],
+            [4096, 14336, 32, 8, 128, 128_256],
+            [5120, 14336, 32, 8, 128, 131_072],
+            [3584, 18944, 28, 4, 128, 152_064],
+            [4096, 21504, 32, 8, 128, 131_072],
+            [576, 1536, 9, 3, 64, 49152],
+        ] {
+            for kind in [Type::Bf16, Type::F32] {
+                let (q, kv) = (heads * head_dim, kv_heads * head_dim);
+                for rows in [1, 16, 17, 32, 64, 100, 129, 200, 512, 700, 4096] {
+                    has(linear_plan(kind, kind, rows, q + 2 * kv, hidden).variant);
+                    has(linear_plan(kind, kind, rows, 2 * wide, hidden).variant);
+                    has(linear_plan(kind, Type::F32, rows, hidden, q).variant);
+                    has(linear_plan(kind, Type::F32, rows, hidden, wide).variant);
+                    has(linear_plan(kind, Type::F32, rows, vocab, hidden).variant);
+                }
+                has(norm_variant(Type::F32, kind, hidden, false));
+                has(norm_variant(Type::F32, kind, hidden, true));
+                has(stretch_variant(
+                    &kernels::GATHER,
+                    &[kind, Type::F32],
+                    hidden,
+                ));
+                has(stretch_variant(&kernels::GATHER, &[kind; 2], hidden));
+                has(stretch_variant(&kernels::SILU_GATED, &[kind], wide));
+                has(stretch_variant(&kernels::XIELU, &[kind], wide));
+                has(head_variant(
+                    &kernels::SPLIT_NORM_ROPE_STORE,
+                    kind,
+                    head_dim,
+                ));
+                let (few, many) = attention_tiles(kind, heads / kv_heads);
+                for tile in [few, many] {
+                    has(attention_variant(
+                        &kernels::ATTEND_SPLIT,
+                        kind,
+                        tile,
+                        head_dim,
+                        PAGE,
+                    ));
+                    has(attention_variant(
+                        &kernels::FOLD,
+                        kind,
+                        tile,
+                        head_dim,
+                        PAGE,
+                    ));
+                }
+                has(attention_variant(
+                    &kernels::ATTEND_WHOLE,
+                    kind,
+                    many,
+                    head_dim,
+                    PAGE,
+                ));
+            }
+            has(argmax_parts_variant(vocab));
+            has(argmax_variant(vocab));
+        }
+    }
+}

@@ -168,7 +168,7 @@ mod tests {
             ("sm_90", 0x1234_5678_9abc_def0, 2)
         );
         assert_eq!(pack.get("a<1>").unwrap(), [7; 1000]);
-        assert_eq!(pack.get("b<2>").unwrap(), []);
+        assert_eq!(pack.get("b<2>").unwrap(), [0u8; 0]);
         assert_eq!(pack.get("c"), None);
         assert_eq!(
             std::fs::read_dir(folder.path()).unwrap().count(),

@@ -90,6 +90,8 @@ fn main() {
     }
 }
 
+type Check = fn(&mut Checker) -> Result<()>;
+
 struct Checker {
     ops: Arc<Ops>,
     random: u64,
@@ -112,7 +114,7 @@ impl Array {
 impl Checker {
     fn run(mut self) -> Result<usize> {
         println!("{:?}", self.ops.device().info());
-        let steps: [(&str, fn(&mut Self) -> Result<()>); 7] = [
+        let steps: [(&str, Check); 7] = [
             ("linear", Self::linear),
             ("rows do not see their neighbours", Self::linear_bits),
             ("norms", Self::norms),

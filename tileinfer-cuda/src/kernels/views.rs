@@ -2,8 +2,7 @@
 //! memory holds.
 
 #[cutile::module]
-// The kernel compiler finds helpers of another module by `pub`.
-#[allow(missing_docs, unreachable_pub)]
+#[allow(missing_docs)]
 pub mod views {
     use cutile::core::*;
 
