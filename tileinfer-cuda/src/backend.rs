@@ -48,6 +48,8 @@ pub struct CudaBackend {
     compute: ComputeType,
     kind: Type,
     recording: AtomicBool,
+    /// Rows and spans of the step prepared last.
+    prepared: Mutex<[usize; 2]>,
     /// Query heads a kv head of the last attention: what the next step's groups are likely made for.
     group: AtomicUsize,
     loader: Mutex<Option<Loader>>,
@@ -136,10 +138,13 @@ struct Offsets {
     table_width: usize,
 }
 
-/// A recorded step.
+/// A recorded step. It can be replayed for steps of as many rows in no more spans: how many runs of rows
+/// attention has to cover follows from the two.
 #[derive(Debug)]
 pub struct CudaGraph {
     recording: Recording,
+    rows: usize,
+    spans: usize,
 }
 
 /// Two pinned buffers that weights pass through in turn.
@@ -198,6 +203,7 @@ impl CudaBackend {
             compute,
             kind,
             recording: AtomicBool::new(false),
+            prepared: Mutex::default(),
             group: AtomicUsize::new(0),
             loader: Mutex::new(None),
         }
@@ -669,6 +675,10 @@ impl Backend for CudaBackend {
                 ]
             })
             .collect();
+        *self
+            .prepared
+            .lock()
+            .expect("no thread panics with two numbers") = [rows, spans];
         step.wanted = layout.wanted.len();
         step.sampled = Samples::Host(Vec::new());
 
@@ -919,12 +929,15 @@ impl Backend for CudaBackend {
         } else {
             (1, many)
         };
-        // A recording may be replayed with other spans of as many rows: each row a group of its own at worst.
+        // A recording may be replayed with its rows spread over its spans in another way: at worst each span
+        // ends with a run that is not full.
         let count = if recording {
-            step.rows
+            let (spans, most) = (step.spans.len(), (tile.queries / group).max(1));
+            spans + (step.rows - spans.min(step.rows)) / most
         } else {
             staged.counts[array]
         };
+        let count = count.min(step.rows);
         drop(staged);
         let longest_table = step.offsets.table_width * page_size;
         let blocks = if recording {
@@ -1160,15 +1173,31 @@ impl Backend for CudaBackend {
     }
 
     fn capture(&self, body: &mut dyn FnMut() -> Result<()>) -> Result<CudaGraph> {
+        let [rows, spans] = *self
+            .prepared
+            .lock()
+            .expect("no thread panics with two numbers");
         self.recording.store(true, Ordering::Relaxed);
         let recording = self.device().record(body);
         self.recording.store(false, Ordering::Relaxed);
         Ok(CudaGraph {
             recording: recording?,
+            rows,
+            spans,
         })
     }
 
     fn replay(&self, graph: &CudaGraph) -> Result<()> {
+        let [rows, spans] = *self
+            .prepared
+            .lock()
+            .expect("no thread panics with two numbers");
+        if rows != graph.rows || spans > graph.spans {
+            return Err(Error::Bug(format!(
+                "a recording of {} rows in {} spans was replayed for {rows} in {spans}",
+                graph.rows, graph.spans
+            )));
+        }
         self.device().replay(&graph.recording)
     }
 }

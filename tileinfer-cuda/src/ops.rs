@@ -624,13 +624,8 @@ impl Ops {
         arguments.extend(sources);
         arguments.extend(shape);
         arguments.push(plan.block_slots.into());
-        let fewest = groups.count.min(
-            step.rows
-                .div_ceil((groups.tile.queries * plan.kv_heads / plan.heads).max(1)),
-        );
-        // In a recording some groups may be empty: the others still have to fill the device.
         let workers = ATTENTION_BLOCKS
-            .div_ceil(plan.kv_heads * fewest.max(1))
+            .div_ceil(plan.kv_heads * groups.count.max(1))
             .min(plan.blocks.max(1));
         let variant = attention_variant(
             &kernels::ATTEND_SPLIT,
