@@ -2,6 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
+use crate::hub::HubErrorKind;
+
 /// Shorthand for results of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -77,6 +79,15 @@ pub enum Error {
         source: std::io::Error,
     },
 
+    /// The model hub refused, cannot be reached, or sent something that cannot be trusted.
+    #[error("{message}")]
+    Hub {
+        /// What it is, for callers that act on it.
+        kind: HubErrorKind,
+        /// The whole sentence: what was asked, what came back, what to do.
+        message: String,
+    },
+
     /// A device (a GPU, its driver, its compiler) refused.
     #[error("{0}")]
     Device(String),
@@ -93,6 +104,7 @@ impl Error {
             Error::Usage(_) | Error::ContextFull { .. } => ErrorKind::Usage,
             Error::OutOfPages { .. } | Error::OutOfMemory { .. } => ErrorKind::Overload,
             Error::BadModel { .. } => ErrorKind::BadModel,
+            Error::Hub { kind, .. } => kind.error_kind(),
             Error::Io { .. } | Error::Device(_) => ErrorKind::System,
             Error::Bug(_) => ErrorKind::Bug,
         }

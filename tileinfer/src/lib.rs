@@ -2,21 +2,22 @@
 //!
 //! Modules are listed in the order in which one would read them.
 
-pub mod backend;
-pub mod chat;
-pub mod config;
-pub mod engine;
 mod error;
-pub mod eval;
-pub mod generate;
+pub mod config;
+pub mod hub;
+pub mod weights;
+pub mod plan;
+pub mod tokenizer;
+pub mod chat;
+pub mod backend;
 pub mod kv;
 pub mod model;
-pub mod plan;
 pub mod runner;
 pub mod sampling;
+pub mod engine;
+pub mod generate;
+pub mod eval;
 pub mod session;
 pub mod testing;
-pub mod tokenizer;
-pub mod weights;
 
 pub use error::{Error, ErrorKind, Result};

@@ -469,6 +469,8 @@ fn templates_cannot_run_away() {
         "{% set ns = namespace(x=[1]) %}{% for i in range(99) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x | tojson }}",
         "{% set ns = namespace(x=[1]) %}{% for i in range(40) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}",
         "{% set ns = namespace(x=[1]) %}{% for i in range(40) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x | string | length }}",
+        "{% set ns = namespace(x=[1]) %}{% for i in range(99) %}{% for j in range(99999) %}{% set ns.x = [ns.x] %}{% endfor %}{% endfor %}",
+        "{% set ns = namespace(x=[1]) %}{% for i in range(90000) %}{% set ns.x = {'a': ns.x} %}{% endfor %}{{ ns.x == {'a': ns.x} }}{{ ns.x | tojson }}",
         "{{ 'a' * 999999999999 }}",
         "{{ 'a' | indent(999999999) }}",
         "{% for i in range(100000) %}{{ 'a' * 10000 }}{% endfor %}",
@@ -479,6 +481,19 @@ fn templates_cannot_run_away() {
             "{source}: {error}"
         );
     }
+}
+
+#[test]
+fn templates_may_nest_as_deeply_as_they_are_long() {
+    for (part, end) in [("+1", "200001"), ("|upper", "1"), ("", "1")] {
+        let source = format!(
+            "{{{{ 1{} }}}}",
+            part.repeat(if part == "+1" { 200_000 } else { 100_000 })
+        );
+        assert_eq!(rendered(&source, json!({})).unwrap(), end);
+    }
+    let long = " ".repeat(2 << 20);
+    assert!(ChatTemplate::from_source(&long, Map::new()).is_err());
 }
 
 #[test]

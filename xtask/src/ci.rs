@@ -41,8 +41,49 @@ pub(crate) fn run(root: &Path) -> Result<()> {
         eprintln!("NOTICE: {error:#}\nThe tests that need these tokenizers will skip");
     }
 
+    steps.begin("Python peers");
+    if let Err(error) = python_peers(root) {
+        eprintln!("NOTICE: {error:#}\nThe tests against Python's own packages will skip");
+    }
+
     steps.begin("tests");
     cargo(root, &["test", "--workspace", "--no-fail-fast"], None)
+}
+
+/// Packages that tests talk to, in a virtual environment of their own: the hub's client reads and writes the
+/// same cache.
+const PYTHON_PEERS: [&str; 1] = ["huggingface_hub==2.4.0"];
+
+fn python_peers(root: &Path) -> Result<()> {
+    let venv = root.join("target/venv");
+    let run = |program: &Path, arguments: &[&str]| {
+        let status = Command::new(program)
+            .current_dir(root)
+            .args(arguments)
+            .status();
+        let status = status.with_context(|| format!("cannot start {}", program.display()))?;
+        ensure!(
+            status.success(),
+            "{} {} failed",
+            program.display(),
+            arguments.join(" ")
+        );
+        Ok(())
+    };
+    if !venv.join("bin/python").exists() {
+        run(Path::new("python3"), &["-m", "venv", "target/venv"])?;
+    }
+    let install = [
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+    ];
+    run(
+        &venv.join("bin/python"),
+        &[&install[..], &PYTHON_PEERS].concat(),
+    )
 }
 
 /// Announces each step, and how long the one before it took.

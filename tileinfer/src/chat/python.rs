@@ -15,9 +15,14 @@ use minijinja_contrib::pycompat;
 
 /// Templates come with models from strangers: what one may compute, in the engine's unit of an
 /// instruction or 64 bytes of text. A million tokens of conversation need about a tenth of it.
-const FUEL: u64 = 10_000_000;
+const FUEL: u64 = 4_000_000;
 /// Bytes that a prompt, or one value written as JSON, may have.
 pub(super) const MAX_OUTPUT: usize = 16 << 20;
+/// Bytes that a template may have; the longest known have a few ten thousand.
+const MAX_SOURCE: usize = 1 << 20;
+/// The engine walks nested values and expressions recursively, and fuel and length alone bound how
+/// deep they are. Such a stack is enough for the deepest; pages of it that are not used cost nothing.
+const STACK_BYTES: usize = 512 << 20;
 /// Calls within calls; the deepest template known, a recursive printer of schemas, needs few.
 const MAX_RECURSION: usize = 200;
 /// Lists in lists that may be written as JSON. The reader of requests allows 128.
@@ -47,6 +52,41 @@ pub(super) fn environment() -> Environment<'static> {
     environment.add_test("sequence", is_sequence);
     environment.add_function("raise_exception", raise_exception);
     environment
+}
+
+/// Add a template to an environment, or say what is wrong with it.
+pub(super) fn add_template(
+    environment: &mut Environment<'static>,
+    name: &str,
+    source: String,
+) -> Result<(), String> {
+    if source.len() > MAX_SOURCE {
+        return Err(format!(
+            "it has {} bytes, more than {MAX_SOURCE}",
+            source.len()
+        ));
+    }
+    on_deep_stack(|| environment.add_template_owned(name.to_owned(), source))
+        .map_err(|error| error.to_string())?
+        .map_err(|error| error.to_string())
+}
+
+/// Run what may recurse deeply, a template's compilation or evaluation, where it cannot overflow.
+pub(super) fn on_deep_stack<T: Send>(work: impl FnOnce() -> T + Send) -> crate::Result<T> {
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new()
+            .name("chat template".to_owned())
+            .stack_size(STACK_BYTES)
+            .spawn_scoped(scope, work)
+            .map_err(|_| crate::Error::OutOfMemory {
+                what: "the stack for a chat template".to_owned(),
+                needed: STACK_BYTES as u64,
+                available: 0,
+            })?;
+        thread
+            .join()
+            .or_else(|panic| std::panic::resume_unwind(panic))
+    })
 }
 
 /// Why a template refused, in its own words.

@@ -106,8 +106,8 @@ impl ChatTemplate {
             .into_iter()
             .map(|(name, source)| {
                 let result =
-                    environment.add_template_owned(name.clone(), without_generation_tags(&source));
-                let syntax_error = result.err().map(|error| error.to_string());
+                    python::add_template(&mut environment, &name, without_generation_tags(&source));
+                let syntax_error = result.err();
                 (
                     name,
                     Compiled {
@@ -167,7 +167,7 @@ impl ChatTemplate {
             }
             Some(field) => Some(mark_end(&mut messages, field, &compiled.source)?),
         };
-        let prompt = self.evaluate(name, &messages, request)?;
+        let prompt = python::on_deep_stack(|| self.evaluate(name, &messages, request))??;
         match continued {
             None => Ok(prompt),
             Some(text) => cut_at_mark(prompt, &text),
