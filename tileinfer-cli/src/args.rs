@@ -429,6 +429,9 @@ pub(crate) struct BenchArgs {
     /// Sequences at once
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one())]
     pub(crate) batch: usize,
+    /// Add a table of what each op takes
+    #[arg(long)]
+    pub(crate) profile: bool,
     /// Print one JSON object
     #[arg(long)]
     pub(crate) json: bool,

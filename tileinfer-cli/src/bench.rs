@@ -6,6 +6,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use serde_json::json;
+use tileinfer::backend::{Count, Profile};
 use tileinfer::config::ModelConfig;
 use tileinfer::kv::Sequence;
 use tileinfer::runner::{Batch, Input, Rows, Span, Want};
@@ -18,11 +19,13 @@ use crate::voice::Voice;
 
 pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
     let voice = Voice::new(args.voice);
+    let profile = Profile::default();
     let depth = args.depth.unwrap_or(args.prompt_tokens);
     let length = (depth + args.gen_tokens).max(args.prompt_tokens) + 1;
     let purpose = Purpose {
         sequences: args.batch,
         length: Some(length),
+        profile: args.profile.then_some(&profile),
     };
     let mut opened = match (&args.model, &args.random) {
         (Some(model), _) => {
@@ -36,10 +39,13 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
     };
 
     let before = Ceilings::measure(opened.threads)?;
-    let prefill = prefill(&mut opened, args)?;
-    let decode = decode(&mut opened, args, depth, &voice)?;
+    let prefill = prefill(&mut opened, args, &profile)?;
+    let prefill_ops = profile.take();
+    let decode = decode(&mut opened, args, depth, &voice, &profile)?;
+    let decode_ops = profile.take();
     let ceilings = before.best(&Ceilings::measure(opened.threads)?);
-    report(args, &opened, prefill, decode, depth, &ceilings)
+    let ops = [("prefill", prefill_ops), ("decode", decode_ops)];
+    report(args, &opened, prefill, decode, depth, &ceilings, &ops)
 }
 
 fn random_config(name: &str) -> Result<ModelConfig> {
@@ -96,7 +102,7 @@ fn extend(opened: &mut Opened, sequences: &mut [Sequence], ids: &[u32]) -> Resul
 }
 
 /// Seconds of prefilling the prompt from an empty cache: the median.
-fn prefill(opened: &mut Opened, args: &BenchArgs) -> Result<f64> {
+fn prefill(opened: &mut Opened, args: &BenchArgs, profile: &Profile) -> Result<f64> {
     let ids = some_tokens(args.prompt_tokens, opened.steps.limits().vocabulary);
     let mut times = Vec::new();
     for run in 0..=args.runs {
@@ -105,13 +111,21 @@ fn prefill(opened: &mut Opened, args: &BenchArgs) -> Result<f64> {
         extend(opened, &mut sequences, &ids)?;
         if run > 0 {
             times.push(start.elapsed().as_secs_f64());
+        } else {
+            profile.take();
         }
     }
     Ok(median(times))
 }
 
 /// Seconds of one decode step of all sequences: the median over runs of the mean of a run.
-fn decode(opened: &mut Opened, args: &BenchArgs, depth: usize, voice: &Voice) -> Result<f64> {
+fn decode(
+    opened: &mut Opened,
+    args: &BenchArgs,
+    depth: usize,
+    voice: &Voice,
+    profile: &Profile,
+) -> Result<f64> {
     let ids = some_tokens(depth, opened.steps.limits().vocabulary);
     let mut sequences: Vec<Sequence> = (0..args.batch)
         .map(|_| opened.steps.new_sequence())
@@ -134,6 +148,8 @@ fn decode(opened: &mut Opened, args: &BenchArgs, depth: usize, voice: &Voice) ->
         }
         if run > 0 {
             times.push(start.elapsed().as_secs_f64() / tokens as f64);
+        } else {
+            profile.take();
         }
         for sequence in &mut sequences {
             sequence.truncate(depth);
@@ -154,6 +170,7 @@ fn report(
     step_seconds: f64,
     depth: usize,
     ceilings: &Ceilings,
+    ops: &[(&str, Vec<(String, Count)>)],
 ) -> Result<()> {
     let config = &opened.config;
     let limits = opened.steps.limits();
@@ -195,7 +212,7 @@ fn report(
     });
     let mut out = std::io::stdout().lock();
     if args.json {
-        let object = json!({
+        let mut object = json!({
             "prefill": prefill,
             "decode": decode,
             "ceilings": {
@@ -212,6 +229,13 @@ fn report(
             "runs": args.runs,
             "weights_bytes": opened.weights_bytes,
         });
+        if args.profile {
+            let phases = ops.iter().map(|(phase, counts)| {
+                let rows: Vec<_> = counts.iter().map(|row| op_json(row, ceilings)).collect();
+                ((*phase).to_owned(), json!(rows))
+            });
+            object["profile"] = phases.collect::<serde_json::Map<_, _>>().into();
+        }
         writeln!(out, "{object}")?;
         return Ok(());
     }
@@ -241,5 +265,68 @@ fn report(
         args.batch,
         step_seconds * 1e3
     )?;
+    for (phase, counts) in ops.iter().filter(|_| args.profile) {
+        let all: f64 = counts
+            .iter()
+            .map(|(_, count)| count.time.as_secs_f64())
+            .sum();
+        writeln!(
+            out,
+            "\n{phase:32}    calls  share   us a call    GB/s of read   GFLOP/s of product"
+        )?;
+        for (what, count) in counts {
+            let op = Op::new(count, ceilings);
+            writeln!(
+                out,
+                "{what:32} {:8} {:6.3} {:11.2} {:7.1}  {:5.2} {:9.1}  {:5.2}",
+                count.calls,
+                count.time.as_secs_f64() / all,
+                op.us,
+                op.gb_s,
+                op.of_read,
+                op.gflop_s,
+                op.of_product
+            )?;
+        }
+    }
     Ok(())
+}
+
+/// The speed of an op, and how near it comes to what the machine can do.
+struct Op {
+    us: f64,
+    gb_s: f64,
+    of_read: f64,
+    gflop_s: f64,
+    of_product: f64,
+}
+
+impl Op {
+    fn new(count: &Count, ceilings: &Ceilings) -> Self {
+        let seconds = count.time.as_secs_f64().max(1e-9);
+        let (gb_s, gflop_s) = (
+            count.bytes as f64 / seconds / 1e9,
+            count.flop as f64 / seconds / 1e9,
+        );
+        Op {
+            us: seconds * 1e6 / count.calls as f64,
+            gb_s,
+            of_read: gb_s / ceilings.read_gb_s,
+            gflop_s,
+            of_product: gflop_s / ceilings.matmul_tflop_s / 1e3,
+        }
+    }
+}
+
+fn op_json((what, count): &(String, Count), ceilings: &Ceilings) -> serde_json::Value {
+    let op = Op::new(count, ceilings);
+    json!({
+        "op": what,
+        "calls": count.calls,
+        "us_per_call": op.us,
+        "gb_s": op.gb_s,
+        "read_fraction": op.of_read,
+        "gflop_s": op.gflop_s,
+        "product_fraction": op.of_product,
+    })
 }

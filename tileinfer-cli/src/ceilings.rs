@@ -1,5 +1,7 @@
 //! What this machine can do, measured: the yardstick of `bench`.
 
+use std::time::Instant;
+
 use anyhow::Result;
 use tileinfer_cpu::{Level, Pool, ceiling};
 
@@ -17,11 +19,12 @@ pub(crate) struct Ceilings {
 impl Ceilings {
     /// Measures with `threads` threads.
     pub(crate) fn measure(threads: usize) -> Result<Self> {
-        let (level, pool) = (Level::best(), Pool::new(threads));
+        let (level, pool, start) = (Level::best(), Pool::new(threads), Instant::now());
+        let clock = || start.elapsed().as_secs_f64();
         Ok(Ceilings {
-            read_gb_s: ceiling::read_bandwidth(level, &pool, READ_BYTES, 5) / 1e9,
-            copy_gb_s: ceiling::copy_bandwidth(&pool, READ_BYTES / 2, 3) / 1e9,
-            matmul_tflop_s: ceiling::multiply_add_rate(level, &pool, 5) / 1e12,
+            read_gb_s: ceiling::read_bandwidth(level, &pool, READ_BYTES, 5, &clock) / 1e9,
+            copy_gb_s: ceiling::copy_bandwidth(&pool, READ_BYTES / 2, 3, &clock) / 1e9,
+            matmul_tflop_s: ceiling::multiply_add_rate(level, &pool, 5, &clock) / 1e12,
         })
     }
 

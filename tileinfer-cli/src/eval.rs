@@ -23,10 +23,7 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
     match (&args.ids, &args.text) {
         (Some(file), _) => {
             let ids = files::read_ids(file)?;
-            let purpose = Purpose {
-                sequences: 1,
-                length: Some(ids.len().max(1)),
-            };
+            let purpose = Purpose::one(Some(ids.len().max(1)));
             let opened = open::open(&dir, &args.model.place, purpose, &voice)?;
             score_ids(args, opened, &ids)
         }
@@ -39,10 +36,7 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
                 .ctx_size
                 .unwrap_or(WINDOW)
                 .min(ids.len().max(2));
-            let purpose = Purpose {
-                sequences: 1,
-                length: Some(window),
-            };
+            let purpose = Purpose::one(Some(window));
             let opened = open::open(&dir, &args.model.place, purpose, &voice)?;
             let baseline = args.compare.as_deref().map(|compare| {
                 let (dir, dtype) = match compare {

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use anyhow::{Result, bail};
-use tileinfer::backend::{Backend, ComputeType, ReferenceBackend};
+use tileinfer::backend::{Backend, ComputeType, Profile, Profiled, ReferenceBackend};
 use tileinfer::config::ModelConfig;
 use tileinfer::engine::StepLoop;
 use tileinfer::model::{DecoderLM, LoadOptions};
@@ -48,11 +48,24 @@ impl Device {
 
 /// What to open a model for.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Purpose {
+pub(crate) struct Purpose<'a> {
     /// Sequences that run at once.
     pub(crate) sequences: usize,
     /// Positions that one sequence needs; without a number, as many as the model allows and fit.
     pub(crate) length: Option<usize>,
+    /// Where to count what each op takes, if that is wanted.
+    pub(crate) profile: Option<&'a Profile>,
+}
+
+impl Purpose<'_> {
+    /// One sequence of `length` positions.
+    pub(crate) fn one(length: Option<usize>) -> Self {
+        Purpose {
+            sequences: 1,
+            length,
+            profile: None,
+        }
+    }
 }
 
 /// A model on a device, ready to run.
@@ -68,7 +81,7 @@ pub(crate) struct Opened {
 pub(crate) fn open(
     dir: &Path,
     place: &PlaceArgs,
-    purpose: Purpose,
+    purpose: Purpose<'_>,
     voice: &Voice,
 ) -> Result<Opened> {
     let start = Instant::now();
@@ -104,7 +117,7 @@ pub(crate) fn open(
 pub(crate) fn open_random(
     config: ModelConfig,
     place: &PlaceArgs,
-    purpose: Purpose,
+    purpose: Purpose<'_>,
     voice: &Voice,
 ) -> Result<Opened> {
     let start = Instant::now();
@@ -164,7 +177,7 @@ fn place_model(
     compute: ComputeType,
     device: Device,
     place: &PlaceArgs,
-    purpose: Purpose,
+    purpose: Purpose<'_>,
     available: u64,
     voice: &Voice,
 ) -> Result<Opened> {
@@ -179,23 +192,31 @@ fn place_model(
         max_spans: purpose.sequences,
         ..RunnerOptions::for_length(length)
     };
-    let runner: Box<dyn Runner> = match device {
-        Device::Cpu => runner(
-            CpuBackend::new(compute, threads),
-            &config,
-            host,
-            length,
-            &options,
-            voice,
-        )?,
-        Device::Reference => runner(
-            ReferenceBackend::new(compute),
-            &config,
-            host,
-            length,
-            &options,
-            voice,
-        )?,
+    let runner = match device {
+        Device::Cpu => {
+            let backend = CpuBackend::new(compute, threads);
+            maybe_profiled(
+                backend,
+                purpose.profile,
+                &config,
+                host,
+                &options,
+                length,
+                voice,
+            )?
+        }
+        Device::Reference => {
+            let backend = ReferenceBackend::new(compute);
+            maybe_profiled(
+                backend,
+                purpose.profile,
+                &config,
+                host,
+                &options,
+                length,
+                voice,
+            )?
+        }
     };
     let steps = StepLoop::new(runner);
     voice.detail(&format!(
@@ -211,16 +232,38 @@ fn place_model(
     })
 }
 
+fn maybe_profiled<B: Backend>(
+    backend: B,
+    profile: Option<&Profile>,
+    config: &ModelConfig,
+    host: &HostModel,
+    options: &RunnerOptions,
+    max_length: usize,
+    voice: &Voice,
+) -> Result<Box<dyn Runner>> {
+    match profile {
+        Some(profile) => runner(
+            Profiled::new(backend, profile),
+            config,
+            host,
+            options,
+            max_length,
+            voice,
+        ),
+        None => runner(backend, config, host, options, max_length, voice),
+    }
+}
+
 fn runner<B: Backend>(
     backend: B,
     config: &ModelConfig,
     host: &HostModel,
-    length: usize,
     options: &RunnerOptions,
+    max_length: usize,
     voice: &Voice,
 ) -> Result<Box<dyn Runner>> {
     let bar = voice.bar("loading", config.layers.len() as u64);
-    let load = LoadOptions { max_length: length };
+    let load = LoadOptions { max_length };
     let model = DecoderLM::load(&backend, config, host, &load, &mut |done, _| {
         bar.set_position(done as u64)
     })?;
@@ -233,7 +276,7 @@ fn context_length(
     config: &ModelConfig,
     plan: &MemoryPlan,
     place: &PlaceArgs,
-    purpose: Purpose,
+    purpose: Purpose<'_>,
     available: u64,
     voice: &Voice,
 ) -> Result<usize> {

@@ -92,10 +92,7 @@ fn answer_once(
         tokenizer,
         settings,
     } = model;
-    let purpose = Purpose {
-        sequences: 1,
-        length: None,
-    };
+    let purpose = Purpose::one(None);
     let mut opened = open::open(&dir, &args.model.place, purpose, voice)?;
     let options = GenerationOptions {
         sampling: Arc::new(settings.sampling.clone()),

@@ -21,7 +21,7 @@ use crate::cache::{Geometry, PART, Pages, UNIT};
 use crate::math::exp;
 use crate::pool::Pool;
 use crate::simd::{Isa, Kernel, Level};
-use crate::vector::for_lanes;
+use crate::vector::parts;
 use crate::{Rounding, SharedMut};
 
 /// Queries that a tile should have: enough to use what is read of a block many times, few enough that their
@@ -87,12 +87,21 @@ pub(crate) fn attention(
         || partial * shape.kv_heads > MOST_PARTIAL
     {
         pool.run(items, |item| {
-            let (tile, head) = (&tiles[item / shape.kv_heads], item % shape.kv_heads);
-            level.dispatch(WholeTile {
-                call: &call,
+            let (call, tile, head) = (&call, &tiles[item / shape.kv_heads], item % shape.kv_heads);
+            with_scratch(
+                call,
                 tile,
-                head,
-            });
+                2 * call.partial_len(tile),
+                |scratch, partials| {
+                    level.dispatch(WholeTile {
+                        call,
+                        tile,
+                        head,
+                        scratch,
+                        partials,
+                    });
+                },
+            );
         });
         return;
     }
@@ -118,23 +127,30 @@ pub(crate) fn attention(
             let tile = &tiles[tile];
             // SAFETY: each item has its own partial result.
             let partial = unsafe { shared.range(at, call.partial_len(tile)) };
-            level.dispatch(OneBlock {
-                call: &call,
-                tile,
-                head,
-                block,
-                partial,
+            with_scratch(&call, tile, 0, |scratch, _| {
+                level.dispatch(OneBlock {
+                    call: &call,
+                    tile,
+                    head,
+                    block,
+                    scratch,
+                    partial,
+                });
             });
         });
         let mut at = 0;
         for tile in &tiles {
             for head in 0..shape.kv_heads {
                 let len = tile.blocks.len() * call.partial_len(tile);
-                level.dispatch(Merge {
-                    call: &call,
-                    tile,
-                    head,
-                    partials: &partial[at..at + len],
+                let partials = &partial[at..at + len];
+                with_scratch(&call, tile, call.partial_len(tile), |_, state| {
+                    level.dispatch(Merge {
+                        call: &call,
+                        tile,
+                        head,
+                        partials,
+                        state,
+                    });
                 });
                 at += len;
             }
@@ -229,41 +245,48 @@ impl Call<'_> {
 }
 
 /// A tile and a kv head, all blocks.
-struct WholeTile<'a> {
+struct WholeTile<'a, 'b> {
     call: &'a Call<'a>,
     tile: &'a Tile,
     head: usize,
+    scratch: &'a mut Scratch<'b>,
+    /// Room for two partial results.
+    partials: &'a mut [f32],
 }
 
-impl Kernel for WholeTile<'_> {
+impl Kernel for WholeTile<'_, '_> {
     type Output = ();
     #[inline(always)]
     fn run<I: Isa>(self, isa: I) {
-        let WholeTile { call, tile, head } = self;
-        let len = call.partial_len(tile);
-        with_scratch(call, tile, 2 * len, |scratch, partials| {
-            let (state, partial) = partials.split_at_mut(len);
-            state.fill(0.0);
-            scratch.pack_queries::<I>(call, tile, head);
-            for block in tile.blocks.clone() {
-                fold_block(isa, call, tile, head, block, scratch, partial);
-                merge(isa, tile.queries, state, partial);
-            }
-            finish(isa, call, tile, head, state);
-        });
+        let WholeTile {
+            call,
+            tile,
+            head,
+            scratch,
+            partials,
+        } = self;
+        let (state, partial) = partials.split_at_mut(call.partial_len(tile));
+        state.fill(0.0);
+        scratch.pack_queries::<I>(call, tile, head);
+        for block in tile.blocks.clone() {
+            fold_block(isa, call, tile, head, block, scratch, partial);
+            merge(isa, tile.queries, state, partial);
+        }
+        finish(isa, call, tile, head, state);
     }
 }
 
 /// A tile, a kv head and a block.
-struct OneBlock<'a> {
+struct OneBlock<'a, 'b> {
     call: &'a Call<'a>,
     tile: &'a Tile,
     head: usize,
     block: usize,
+    scratch: &'a mut Scratch<'b>,
     partial: &'a mut [f32],
 }
 
-impl Kernel for OneBlock<'_> {
+impl Kernel for OneBlock<'_, '_> {
     type Output = ();
     #[inline(always)]
     fn run<I: Isa>(self, isa: I) {
@@ -272,12 +295,11 @@ impl Kernel for OneBlock<'_> {
             tile,
             head,
             block,
+            scratch,
             partial,
         } = self;
-        with_scratch(call, tile, 0, |scratch, _| {
-            scratch.pack_queries::<I>(call, tile, head);
-            fold_block(isa, call, tile, head, block, scratch, partial);
-        });
+        scratch.pack_queries::<I>(call, tile, head);
+        fold_block(isa, call, tile, head, block, scratch, partial);
     }
 }
 
@@ -287,6 +309,8 @@ struct Merge<'a> {
     tile: &'a Tile,
     head: usize,
     partials: &'a [f32],
+    /// Room for one partial result.
+    state: &'a mut [f32],
 }
 
 impl Kernel for Merge<'_> {
@@ -298,15 +322,13 @@ impl Kernel for Merge<'_> {
             tile,
             head,
             partials,
+            state,
         } = self;
-        let len = call.partial_len(tile);
-        with_scratch(call, tile, len, |_, state| {
-            state.fill(0.0);
-            for partial in partials.chunks_exact(len) {
-                merge(isa, tile.queries, state, partial);
-            }
-            finish(isa, call, tile, head, state);
-        });
+        state.fill(0.0);
+        for partial in partials.chunks_exact(call.partial_len(tile)) {
+            merge(isa, tile.queries, state, partial);
+        }
+        finish(isa, call, tile, head, state);
     }
 }
 
@@ -320,7 +342,7 @@ struct Scratch<'a> {
     units: &'a mut [f32],
 }
 
-#[inline(always)]
+/// Calls `f` with this thread's buffers and `more` floats besides.
 fn with_scratch(
     call: &Call<'_>,
     tile: &Tile,
@@ -436,7 +458,13 @@ fn fold_block_of<I: Isa, C: Cached>(
         let q = &scratch.queries[first * head_dim..(first + n) * head_dim];
         let scores = &mut scratch.scores[first * KEY_BLOCK..(first + n) * KEY_BLOCK];
         for u in units.clone() {
-            let (keys, scores) = (places[u].0, &mut scores[u * UNIT..]);
+            // What is read next is asked for now: the next keys, after the last ones the first values.
+            let next = if u + 1 < units.end {
+                places[u + 1].0
+            } else {
+                places[units.start].1
+            };
+            let (keys, scores) = ((places[u].0, next), &mut scores[u * UNIT..]);
             let scale = call.shape.scale;
             match n {
                 1 => scores_of::<I, C, 1>(isa, keys, q, head_dim, scale, scores),
@@ -533,11 +561,11 @@ fn bytes_of(floats: &mut [f32]) -> &mut [u8] {
     unsafe { std::slice::from_raw_parts_mut(floats.as_mut_ptr().cast(), size_of_val(floats)) }
 }
 
-/// Scores of `Q` queries with the 64 keys of a unit; `q` is `[head_dim][Q]`, rows of `scores` are 256 apart.
+/// Scores of `Q` queries with the 64 keys of a unit (`keys.0`; `keys.1` is prefetched); `q` is `[head_dim][Q]`, rows of `scores` are 256 apart.
 #[inline(always)]
 fn scores_of<I: Isa, C: Cached, const Q: usize>(
     isa: I,
-    keys: *const u8,
+    keys: (*const u8, *const u8),
     q: &[f32],
     head_dim: usize,
     scale: f32,
@@ -554,7 +582,7 @@ fn scores_of<I: Isa, C: Cached, const Q: usize>(
 #[inline(always)]
 fn scores_tile<I: Isa, C: Cached, const Q: usize, const N: usize>(
     isa: I,
-    keys: *const u8,
+    keys: (*const u8, *const u8),
     q: &[f32],
     head_dim: usize,
     scale: f32,
@@ -572,8 +600,12 @@ fn scores_tile<I: Isa, C: Cached, const Q: usize, const N: usize>(
             let mut even = [isa.splat(0.0); N];
             let mut odd = even;
             for i in 0..N {
-                // SAFETY: `keys` begins a unit of 64 slots; `first + N * LANES` is at most 64.
-                (even[i], odd[i]) = unsafe { C::keys(isa, keys, pair, first + i * I::LANES) };
+                isa.prefetch(
+                    keys.1
+                        .wrapping_add((pair * UNIT + first + i * I::LANES) * 2 * C::BYTES),
+                );
+                // SAFETY: `keys.0` begins a unit of 64 slots; `first + N * LANES` is at most 64.
+                (even[i], odd[i]) = unsafe { C::keys(isa, keys.0, pair, first + i * I::LANES) };
             }
             for j in 0..Q {
                 // SAFETY: `q` holds `Q` values for each dimension (asserted).
@@ -623,16 +655,16 @@ fn weights_of<I: Isa>(
     scores[seen.end - touched.start..].fill(f32::NEG_INFINITY);
     // Units are 64 keys: whole vectors on every level.
     let mut max = isa.splat(f32::NEG_INFINITY);
-    for_lanes(isa, scores.len(), |isa, at, part| {
+    for (at, part) in parts(isa, scores.len()) {
         max = isa.max(max, part.load(isa, &scores[at..]));
-    });
+    }
     let max = isa.reduce_max(max);
     let mut sum = isa.splat(0.0);
-    for_lanes(isa, scores.len(), |isa, at, part| {
+    for (at, part) in parts(isa, scores.len()) {
         let weight = exp(isa, isa.sub(part.load(isa, &scores[at..]), isa.splat(max)));
         sum = isa.add(sum, weight);
         part.store(isa, &mut scores[at..], weight);
-    });
+    }
     (max, isa.reduce_add(sum))
 }
 
@@ -662,8 +694,17 @@ fn values_of<I: Isa, C: Cached, const Q: usize>(
             while key < keys.end {
                 let end = keys.end.min((key / UNIT + 1) * UNIT);
                 let values = places[key / UNIT].1;
+                // The same part of the next unit, after the last one the next part of the first.
+                let next = if end < keys.end {
+                    places[end / UNIT].1
+                } else {
+                    places[keys.start / UNIT]
+                        .1
+                        .wrapping_add(2 * I::LANES * UNIT * C::BYTES)
+                };
                 for key in key..end {
                     let at = part * UNIT + key % UNIT * width + first - part;
+                    isa.prefetch(next.wrapping_add(at * C::BYTES));
                     // SAFETY: `places` has a whole unit for every key of `keys`; `take` dimensions are left
                     // in this slot of this part.
                     let (a, b) = unsafe {
@@ -723,11 +764,11 @@ fn merge<I: Isa>(isa: I, queries: usize, state: &mut [f32], block: &[f32]) {
         let both = if max > state[0] { max } else { state[0] };
         let old = exp(isa, isa.splat(state[0] - both));
         let new = exp(isa, isa.splat(max - both));
-        for_lanes(isa, padded, |isa, at, part| {
+        for (at, part) in parts(isa, padded) {
             let scaled = isa.mul(part.load(isa, &output[at..]), old);
             let sum = isa.mul_add(part.load(isa, &block_output[at..]), new, scaled);
             part.store(isa, &mut output[at..], sum);
-        });
+        }
         let total = isa.mul_add(isa.splat(sum), new, isa.mul(isa.splat(state[1]), old));
         state.copy_from_slice(&[both, isa.reduce_max(total)]);
     }

@@ -159,25 +159,38 @@ impl Geometry {
     ) {
         let n = self.head_dim;
         let (key, value) = (&key[..n], &value[..n]);
-        for d in 0..n {
+        let size = self.kind.size();
+        for part in (0..n).step_by(PART) {
+            let part = part..n.min(part + PART);
             // SAFETY: elements of this position, which is ours by the caller's promise.
-            unsafe {
-                match self.kind {
-                    ComputeType::Bf16 => {
-                        let bits = |x: f32| ((x.to_bits() >> 16) as u16).to_le_bytes();
-                        keys.range(slot.key(self, d), 2)
-                            .copy_from_slice(&bits(key[d]));
-                        values
-                            .range(slot.value(self, d), 2)
-                            .copy_from_slice(&bits(value[d]));
+            let to = unsafe { values.range(slot.value(self, part.start), part.len() * size) };
+            match self.kind {
+                ComputeType::Bf16 => {
+                    for (to, x) in to.as_chunks_mut().0.iter_mut().zip(&value[part]) {
+                        *to = ((x.to_bits() >> 16) as u16).to_le_bytes();
                     }
-                    ComputeType::F32 => {
-                        keys.range(slot.key(self, d), 4)
-                            .copy_from_slice(&key[d].to_le_bytes());
-                        values
-                            .range(slot.value(self, d), 4)
-                            .copy_from_slice(&value[d].to_le_bytes());
+                }
+                ComputeType::F32 => {
+                    for (to, x) in to.as_chunks_mut().0.iter_mut().zip(&value[part]) {
+                        *to = x.to_le_bytes();
                     }
+                }
+            }
+        }
+        match self.kind {
+            ComputeType::Bf16 => {
+                for (pair, x) in key.as_chunks::<2>().0.iter().enumerate() {
+                    let bits = (x[0].to_bits() >> 16) | (x[1].to_bits() & 0xffff_0000);
+                    // SAFETY: as above.
+                    let to = unsafe { keys.range(slot.key(self, 2 * pair), 4) };
+                    to.copy_from_slice(&bits.to_le_bytes());
+                }
+            }
+            ComputeType::F32 => {
+                for (d, x) in key.iter().enumerate() {
+                    // SAFETY: as above.
+                    let to = unsafe { keys.range(slot.key(self, d), 4) };
+                    to.copy_from_slice(&x.to_le_bytes());
                 }
             }
         }

@@ -3,24 +3,30 @@
 //! Every speed is printed beside these, taken in the same run.
 
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Instant;
 
 use crate::pool::Pool;
 use crate::simd::{Isa, Kernel, Level};
 
-/// The best of `passes` plain reads of `bytes` of memory by all threads of the pool, in bytes a second.
-pub fn read_bandwidth(level: Level, pool: &Pool, bytes: usize, passes: usize) -> f64 {
+/// The best of `passes` plain reads of `bytes` of memory by all threads of the pool, in bytes a second of
+/// `clock` (which gives seconds).
+pub fn read_bandwidth(
+    level: Level,
+    pool: &Pool,
+    bytes: usize,
+    passes: usize,
+    clock: &dyn Fn() -> f64,
+) -> f64 {
     const CHUNK: usize = 1 << 18;
     let data = vec![1.0_f32; bytes / 4];
     let sink = AtomicU32::new(0);
     let mut best = f64::INFINITY;
     for _ in 0..passes {
-        let start = Instant::now();
+        let start = clock();
         pool.run_chunks(data.len(), CHUNK, |range| {
             let sum = level.dispatch(Read(&data[range]));
             sink.fetch_xor(sum.to_bits(), Ordering::Relaxed);
         });
-        best = best.min(start.elapsed().as_secs_f64());
+        best = best.min(clock() - start);
     }
     std::hint::black_box(sink.into_inner());
     (data.len() * 4) as f64 / best
@@ -51,8 +57,8 @@ impl Kernel for Read<'_> {
 }
 
 /// The best of `passes` copies of `bytes` of memory by all threads of the pool, in bytes read and written a
-/// second.
-pub fn copy_bandwidth(pool: &Pool, bytes: usize, passes: usize) -> f64 {
+/// second of `clock`.
+pub fn copy_bandwidth(pool: &Pool, bytes: usize, passes: usize, clock: &dyn Fn() -> f64) -> f64 {
     let from = vec![1_u8; bytes];
     let mut to = vec![0_u8; bytes];
     let share = bytes.div_ceil(pool.threads());
@@ -63,29 +69,29 @@ pub fn copy_bandwidth(pool: &Pool, bytes: usize, passes: usize) -> f64 {
             .zip(to.chunks_mut(share))
             .map(std::sync::Mutex::new)
             .collect();
-        let start = Instant::now();
+        let start = clock();
         pool.run(parts.len(), |i| {
             if let Ok(mut part) = parts[i].lock() {
                 let (from, to) = &mut *part;
                 to.copy_from_slice(from);
             }
         });
-        best = best.min(start.elapsed().as_secs_f64());
+        best = best.min(clock() - start);
     }
     std::hint::black_box(&to);
     2.0 * bytes as f64 / best
 }
 
 /// f32 operations a second (a multiply-add is two) of all threads of the pool: a register-tiled product of
-/// operands that lie in the L1 cache, the best of `passes`.
-pub fn multiply_add_rate(level: Level, pool: &Pool, passes: usize) -> f64 {
+/// operands that lie in the L1 cache, the best of `passes`, by `clock` (which gives seconds).
+pub fn multiply_add_rate(level: Level, pool: &Pool, passes: usize, clock: &dyn Fn() -> f64) -> f64 {
     /// Steps of K of one product, and products of one pass and thread.
     const STEPS: usize = 64;
     const ROUNDS: usize = 4000;
     let sink = AtomicU32::new(0);
     let mut best = f64::INFINITY;
     for _ in 0..passes {
-        let start = Instant::now();
+        let start = clock();
         pool.run(4 * pool.threads(), |_| {
             let sum = level.dispatch(Multiply {
                 steps: STEPS,
@@ -93,7 +99,7 @@ pub fn multiply_add_rate(level: Level, pool: &Pool, passes: usize) -> f64 {
             });
             sink.fetch_xor(sum.to_bits(), Ordering::Relaxed);
         });
-        best = best.min(start.elapsed().as_secs_f64());
+        best = best.min(clock() - start);
     }
     std::hint::black_box(sink.into_inner());
     let flops = 2 * level.lanes() * 12 * STEPS * ROUNDS * pool.threads();

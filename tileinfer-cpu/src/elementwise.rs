@@ -9,7 +9,7 @@ use tileinfer::backend::{Activation, RopeTable};
 use crate::math::{exp_m1, silu};
 use crate::pool::Pool;
 use crate::simd::{Isa, Kernel, Level};
-use crate::vector::for_lanes;
+use crate::vector::parts;
 use crate::{Rounding, SharedMut};
 
 /// Elements below which a second thread costs more than it saves.
@@ -68,13 +68,13 @@ impl Kernel for RmsNormRows<'_> {
             // SAFETY: each row is in one range.
             let out = unsafe { op.out.range(row * width, width) };
             let scale = norm_scale(isa, x, op.eps);
-            for_lanes(isa, width, |isa, at, part| {
+            for (at, part) in parts(isa, width) {
                 let y = isa.mul(
                     isa.mul(part.load(isa, &x[at..]), scale),
                     part.load(isa, &op.weight[at..]),
                 );
                 part.store(isa, &mut out[at..], op.rounding.apply(isa, y));
-            });
+            }
         }
     }
 }
@@ -83,20 +83,20 @@ impl Kernel for RmsNormRows<'_> {
 #[inline(always)]
 fn norm_scale<I: Isa>(isa: I, x: &[f32], eps: f32) -> I::V {
     let mut squares = isa.splat(0.0);
-    for_lanes(isa, x.len(), |isa, at, part| {
+    for (at, part) in parts(isa, x.len()) {
         let v = part.load(isa, &x[at..]);
         squares = isa.mul_add(v, v, squares);
-    });
+    }
     isa.splat(1.0 / (isa.reduce_add(squares) / x.len() as f32 + eps).sqrt())
 }
 
 /// `x = round(x + delta)`.
 #[inline(always)]
 fn add<I: Isa>(isa: I, x: &mut [f32], delta: &[f32], rounding: Rounding) {
-    for_lanes(isa, x.len(), |isa, at, part| {
+    for (at, part) in parts(isa, x.len()) {
         let sum = isa.add(part.load(isa, &x[at..]), part.load(isa, &delta[at..]));
         part.store(isa, &mut x[at..], rounding.apply(isa, sum));
-    });
+    }
 }
 
 /// `x[i] = round(x[i] + delta[i])`.
@@ -122,10 +122,10 @@ impl Kernel for Round<'_> {
     #[inline(always)]
     fn run<I: Isa>(self, isa: I) {
         let Round(x, rounding) = self;
-        for_lanes(isa, x.len(), |isa, at, part| {
+        for (at, part) in parts(isa, x.len()) {
             let v = rounding.apply(isa, part.load(isa, &x[at..]));
             part.store(isa, &mut x[at..], v);
-        });
+        }
     }
 }
 
@@ -154,13 +154,13 @@ impl Kernel for Heads<'_> {
         for head in x.chunks_exact_mut(head_dim) {
             if let Some((weight, eps)) = norm {
                 let scale = norm_scale(isa, head, eps);
-                for_lanes(isa, head_dim, |isa, at, part| {
+                for (at, part) in parts(isa, head_dim) {
                     let y = isa.mul(
                         isa.mul(part.load(isa, &head[at..]), scale),
                         part.load(isa, &weight[at..]),
                     );
                     part.store(isa, &mut head[at..], rounding.apply(isa, y));
-                });
+                }
             }
             if let Some((table, position, queries)) = rope {
                 rotate(isa, head, table, position, queries, rounding);
@@ -189,7 +189,7 @@ fn rotate<I: Isa>(
         .filter(|_| queries)
         .map(|scale| isa.splat(scale[position]));
     let (first, second) = head.split_at_mut(pairs);
-    for_lanes(isa, pairs, |isa, at, part| {
+    for (at, part) in parts(isa, pairs) {
         let (a, b) = (part.load(isa, &first[at..]), part.load(isa, &second[at..]));
         let (cos, sin) = (part.load(isa, &cos[at..]), part.load(isa, &sin[at..]));
         let mut x = rounding.apply(isa, isa.sub(isa.mul(a, cos), isa.mul(b, sin)));
@@ -200,7 +200,7 @@ fn rotate<I: Isa>(
         }
         part.store(isa, &mut first[at..], x);
         part.store(isa, &mut second[at..], y);
-    });
+    }
 }
 
 /// `out = round(activation(x))` of one row, or of a piece of it where gate and up are given apart.
@@ -226,22 +226,26 @@ impl Kernel for Activate<'_> {
             rounding,
         } = self;
         match activation {
-            Activation::SiluGated => for_lanes(isa, out.len(), |isa, at, part| {
-                let y = isa.mul(
-                    silu(isa, part.load(isa, &x[at..])),
-                    part.load(isa, &up[at..]),
-                );
-                part.store(isa, &mut out[at..], rounding.apply(isa, y));
-            }),
-            Activation::Xielu(xielu) => for_lanes(isa, out.len(), |isa, at, part| {
-                let x = part.load(isa, &x[at..]);
-                let linear = isa.mul(isa.splat(xielu.beta), x);
-                let positive = isa.mul_add(isa.mul(isa.splat(xielu.alpha_p), x), x, linear);
-                let curve = isa.sub(exp_m1(isa, isa.min(isa.splat(xielu.eps), x)), x);
-                let negative = isa.mul_add(curve, isa.splat(xielu.alpha_n), linear);
-                let y = isa.select_positive(x, positive, negative);
-                part.store(isa, &mut out[at..], rounding.apply(isa, y));
-            }),
+            Activation::SiluGated => {
+                for (at, part) in parts(isa, out.len()) {
+                    let y = isa.mul(
+                        silu(isa, part.load(isa, &x[at..])),
+                        part.load(isa, &up[at..]),
+                    );
+                    part.store(isa, &mut out[at..], rounding.apply(isa, y));
+                }
+            }
+            Activation::Xielu(xielu) => {
+                for (at, part) in parts(isa, out.len()) {
+                    let x = part.load(isa, &x[at..]);
+                    let linear = isa.mul(isa.splat(xielu.beta), x);
+                    let positive = isa.mul_add(isa.mul(isa.splat(xielu.alpha_p), x), x, linear);
+                    let curve = isa.sub(exp_m1(isa, isa.min(isa.splat(xielu.eps), x)), x);
+                    let negative = isa.mul_add(curve, isa.splat(xielu.alpha_n), linear);
+                    let y = isa.select_positive(x, positive, negative);
+                    part.store(isa, &mut out[at..], rounding.apply(isa, y));
+                }
+            }
         }
     }
 }

@@ -10,7 +10,7 @@ mod backend;
 mod cache;
 pub mod ceiling;
 mod elementwise;
-pub mod linear;
+mod linear;
 mod math;
 mod memory;
 mod pool;

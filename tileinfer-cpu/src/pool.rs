@@ -250,7 +250,7 @@ impl Patience {
     fn is_over(&mut self) -> bool {
         std::hint::spin_loop();
         self.spins += 1;
-        if self.spins % 64 != 0 {
+        if !self.spins.is_multiple_of(64) {
             return false;
         }
         match self.until {

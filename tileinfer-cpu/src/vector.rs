@@ -3,7 +3,7 @@
 
 use crate::simd::Isa;
 
-/// The lanes of one step of [`for_lanes`]: all, or the first few.
+/// The lanes of one step of [`parts`]: all, or the first few.
 #[derive(Clone, Copy)]
 pub(crate) struct Part(usize);
 
@@ -47,15 +47,35 @@ impl Part {
     }
 }
 
-/// Calls `f(isa, first, part)` for consecutive groups of at most `LANES` of `n` elements.
+/// Consecutive groups of at most `LANES` of `n` elements: where each begins, and how much of it there is.
+///
+/// An iterator and not a function that takes a closure: closures do not inherit the instruction set of the
+/// function they stand in, and each vector operation in them would become a call.
 #[inline(always)]
-pub(crate) fn for_lanes<I: Isa>(isa: I, n: usize, mut f: impl FnMut(I, usize, Part)) {
-    let mut at = 0;
-    while at + I::LANES <= n {
-        f(isa, at, Part(I::LANES));
-        at += I::LANES;
+pub(crate) fn parts<I: Isa>(_isa: I, n: usize) -> Parts<I> {
+    Parts {
+        at: 0,
+        n,
+        isa: std::marker::PhantomData,
     }
-    if at < n {
-        f(isa, at, Part(n - at));
+}
+
+/// See [`parts`].
+pub(crate) struct Parts<I> {
+    at: usize,
+    n: usize,
+    isa: std::marker::PhantomData<I>,
+}
+
+impl<I: Isa> Iterator for Parts<I> {
+    type Item = (usize, Part);
+    #[inline(always)]
+    fn next(&mut self) -> Option<(usize, Part)> {
+        let at = self.at;
+        if at >= self.n {
+            return None;
+        }
+        self.at += I::LANES;
+        Some((at, Part(I::LANES.min(self.n - at))))
     }
 }

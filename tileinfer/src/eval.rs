@@ -2,6 +2,7 @@
 
 use crate::engine::StepLoop;
 use crate::runner::{Batch, Input, Rows, Span, Want};
+use crate::sampling::broken_logits;
 use crate::{Error, Result};
 
 /// Rows whose logits are held at once.
@@ -15,6 +16,13 @@ pub fn teacher_force(
 ) -> Result<()> {
     if ids.is_empty() {
         return Err(Error::usage("there are no tokens to score"));
+    }
+    let limit = steps.limits().max_length;
+    if ids.len() > limit {
+        return Err(Error::ContextFull {
+            needed: ids.len(),
+            limit,
+        });
     }
     let mut sequence = steps.new_sequence();
     let width = steps.limits().head_rows;
@@ -53,10 +61,12 @@ pub fn log_sum_exp(logits: &[f32]) -> Result<f64> {
         .map(|&logit| f64::from(logit - max).exp())
         .sum();
     if sum.is_nan() || max == f32::INFINITY {
-        return Err(Error::bad_model(
-            "model",
-            "the logits are not numbers: are the weights damaged?",
-        ));
+        let broken = logits
+            .iter()
+            .copied()
+            .find(|logit| !logit.is_finite())
+            .unwrap_or(f32::NAN);
+        return Err(broken_logits(&format!("a logit is {broken}")));
     }
     Ok(f64::from(max) + sum.ln())
 }

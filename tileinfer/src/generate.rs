@@ -78,6 +78,11 @@ pub fn generate(
     let most = options.max_tokens;
     let slot = steps.admit(Generation::new(sequence, prompt, options, max_length)?);
     let result = drive(steps, slot, on_progress, on_token);
+    // A step may still be in flight: wait, so that the loop is idle afterwards.
+    while result.is_err() && steps.in_flight() > 0 {
+        // The first error is the one to tell.
+        let _ = steps.advance(&[]);
+    }
     let Some(generation) = steps.remove(slot) else {
         return Err(Error::Bug("a generation vanished".to_owned()));
     };
@@ -110,7 +115,7 @@ fn drive(
     on_token: &mut dyn FnMut(&Sampled) -> ControlFlow<()>,
 ) -> Result<Option<Instant>> {
     let max_rows = steps.limits().max_rows;
-    let mut first = None;
+    let (mut first, mut heard) = (None, 0);
     loop {
         let Some(generation) = steps.get(slot) else {
             return Ok(first);
@@ -134,9 +139,10 @@ fn drive(
             }
             for token in &advance.tokens {
                 first.get_or_insert_with(Instant::now);
+                heard += 1;
                 if on_token(token).is_break() {
                     if let Some(generation) = steps.get_mut(slot) {
-                        generation.end(FinishReason::Stop);
+                        generation.end_after(heard, FinishReason::Stop);
                     }
                     break;
                 }
@@ -155,7 +161,7 @@ pub struct Answer {
 }
 
 /// [`generate`] with the text of the tokens handed to `on_text` as it comes, up to the first of
-/// `stop_strings`. `on_text` may break off.
+/// `stop_strings`. `on_text` may break off; it is not called again then.
 pub fn answer(
     steps: &mut StepLoop,
     tokenizer: &Tokenizer,
@@ -167,6 +173,7 @@ pub fn answer(
     on_text: &mut dyn FnMut(&str) -> ControlFlow<()>,
 ) -> Result<Answer> {
     let mut output = TextOutput::new(tokenizer, stop_strings)?;
+    let mut broken_off = false;
     let stop_ids = options.stop_ids.clone();
     let mut on_token = |sampled: &Sampled| {
         if stop_ids.contains(&sampled.token) {
@@ -174,6 +181,7 @@ pub fn answer(
         }
         let piece = output.push(sampled.token);
         if !piece.is_empty() && on_text(piece).is_break() {
+            broken_off = true;
             return ControlFlow::Break(());
         }
         if output.stopped() {
@@ -183,9 +191,11 @@ pub fn answer(
         }
     };
     let generated = generate(steps, sequence, prompt, options, on_progress, &mut on_token)?;
-    let rest = output.finish();
-    if !rest.is_empty() {
-        let _ = on_text(rest);
+    if !broken_off {
+        let rest = output.finish();
+        if !rest.is_empty() {
+            let _ = on_text(rest);
+        }
     }
     Ok(Answer {
         text: output.into_text(),

@@ -4,13 +4,13 @@
 use std::ops::ControlFlow;
 use std::sync::Arc;
 
+use crate::Result;
 use crate::chat::{ChatMessage, ChatRequest, ChatTemplate};
-use crate::engine::{FinishReason, GenerationOptions, StepLoop};
+use crate::engine::{FinishReason, Generation, GenerationOptions, StepLoop};
 use crate::generate::{GenerationStats, answer};
 use crate::kv::Sequence;
 use crate::sampling::SamplingParams;
-use crate::tokenizer::Tokenizer;
-use crate::{Error, Result};
+use crate::tokenizer::{StopStrings, Tokenizer};
 
 /// How a session answers. May be changed between turns.
 #[derive(Debug, Clone)]
@@ -165,17 +165,6 @@ impl Session {
         on_progress: &mut dyn FnMut(usize),
         on_text: &mut dyn FnMut(&str) -> ControlFlow<()>,
     ) -> Result<Reply> {
-        let limit = self.steps.limits().max_length;
-        if prompt.len() >= limit {
-            return Err(Error::ContextFull {
-                needed: prompt.len() + 1,
-                limit,
-            });
-        }
-        let sequence = self
-            .sequence
-            .take()
-            .unwrap_or_else(|| self.steps.new_sequence());
         let options = GenerationOptions {
             sampling: Arc::new(self.options.sampling.clone()),
             seed: self.options.seed,
@@ -185,6 +174,13 @@ impl Session {
             top_logprobs: None,
         };
         let stops = self.options.stop_strings.clone();
+        // What is refused before it runs costs nothing that is cached.
+        Generation::check(prompt, &options, self.steps.limits().max_length)?;
+        StopStrings::new(stops.clone())?;
+        let sequence = self
+            .sequence
+            .take()
+            .unwrap_or_else(|| self.steps.new_sequence());
         let (steps, tokenizer) = (&mut self.steps, &self.tokenizer);
         let answer = answer(
             steps,

@@ -4,6 +4,7 @@
 //! run: the tasks prepare data and call cargo.
 
 mod ci;
+mod cuda;
 mod demo_model;
 mod fetch_tokenizers;
 mod files;
@@ -30,6 +31,12 @@ enum Task {
     DemoModel(demo_model::Arguments),
     /// Fetch the Llama 3 tokenizers, which some tests compare with and whose licence forbids a copy here
     FetchTokenizers,
+    /// Lay out NVIDIA's headers and kernel assembler from PyPI, which building tileinfer-cuda needs
+    CudaToolchain,
+    /// Compile the GPU kernels into a pack for each architecture; needs no GPU
+    Kernels(cuda::KernelArguments),
+    /// Put the GPU checks, their kernels and fixtures into one folder for a machine with a GPU
+    GpuBundle(cuda::BundleArguments),
 }
 
 fn main() -> ExitCode {
@@ -38,6 +45,9 @@ fn main() -> ExitCode {
         Task::Ci => ci::run(&root),
         Task::DemoModel(arguments) => demo_model::run(&root, &arguments),
         Task::FetchTokenizers => fetch_tokenizers::run(&root),
+        Task::CudaToolchain => cuda::lay_out(&root),
+        Task::Kernels(arguments) => cuda::kernels(&root, &arguments),
+        Task::GpuBundle(arguments) => cuda::bundle(&root, &arguments),
     };
     if let Err(error) = result {
         eprintln!("error: {error:#}");

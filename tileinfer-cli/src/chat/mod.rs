@@ -47,10 +47,7 @@ pub(crate) fn chat(model: &Model, args: &RunArgs, voice: Voice) -> Result<()> {
         max_tokens: args.max_tokens,
         thinking: run::thinking(args, &template, &voice),
     };
-    let purpose = Purpose {
-        sequences: 1,
-        length: None,
-    };
+    let purpose = Purpose::one(None);
     let opened = open::open(&model.dir, &args.model.place, purpose, &voice)?;
     let mut session = Session::new(opened.steps, tokenizer, template, options);
     session.set_system(args.system.clone());

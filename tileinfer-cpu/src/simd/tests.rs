@@ -2,7 +2,7 @@
 
 use super::{Isa, Kernel, Level};
 
-fn each_level<K: Kernel + Clone>(kernel: K) {
+fn each_level<K: Kernel + Clone>(kernel: &K) {
     for level in Level::all() {
         level.dispatch(kernel.clone());
     }
@@ -55,7 +55,7 @@ impl Kernel for Reductions {
 
 #[test]
 fn reductions_follow_the_tree() {
-    each_level(Reductions);
+    each_level(&Reductions);
 }
 
 #[derive(Clone)]
@@ -100,7 +100,7 @@ impl Kernel for Rounding {
 
 #[test]
 fn rounding_to_bf16_is_to_nearest_even() {
-    each_level(Rounding);
+    each_level(&Rounding);
 }
 
 #[derive(Clone)]
@@ -151,7 +151,7 @@ impl Kernel for Pairs {
 
 #[test]
 fn pairs_are_loaded_and_stored_in_the_stated_order() {
-    each_level(Pairs);
+    each_level(&Pairs);
 }
 
 #[derive(Clone)]
@@ -201,5 +201,5 @@ impl Kernel for Lanewise {
 
 #[test]
 fn lanewise_operations_are_those_of_f32() {
-    each_level(Lanewise);
+    each_level(&Lanewise);
 }

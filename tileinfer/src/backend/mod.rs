@@ -20,6 +20,7 @@
 //! generic bodies that chain the primitive ops: the plain form. A backend overrides them to save launches;
 //! the result has to be the same up to the order of sums within a row.
 
+mod profile;
 mod reference;
 
 use crate::kv::KvLayout;
@@ -28,6 +29,7 @@ use crate::weights::Weight;
 use crate::{Error, Result};
 
 pub use crate::weights::{ComputeType, Xielu};
+pub use profile::{Count, Profile, Profiled};
 pub use reference::{ReferenceBackend, ReferenceTensor};
 
 /// What the values of a tensor are.

@@ -74,18 +74,7 @@ impl Generation {
         options: GenerationOptions,
         max_length: usize,
     ) -> Result<Self> {
-        if prompt.is_empty() {
-            return Err(Error::usage(
-                "the prompt is empty: there is nothing to continue",
-            ));
-        }
-        if prompt.len() >= max_length {
-            return Err(Error::ContextFull {
-                needed: prompt.len() + 1,
-                limit: max_length,
-            });
-        }
-        options.sampling.validate()?;
+        Self::check(prompt, &options, max_length)?;
         let prefix = sequence.common_prefix(prompt).min(prompt.len() - 1);
         let cached_tokens = sequence.truncate(prefix);
         let limit = options.max_tokens.map_or(max_length, |most| {
@@ -115,6 +104,23 @@ impl Generation {
         })
     }
 
+    /// Refuses what [`Generation::new`] would refuse: an empty prompt, one that fills `max_length`, and sampling
+    /// parameters out of range.
+    pub fn check(prompt: &[u32], options: &GenerationOptions, max_length: usize) -> Result<()> {
+        if prompt.is_empty() {
+            return Err(Error::usage(
+                "the prompt is empty: there is nothing to continue",
+            ));
+        }
+        if prompt.len() >= max_length {
+            return Err(Error::ContextFull {
+                needed: prompt.len() + 1,
+                limit: max_length,
+            });
+        }
+        options.sampling.validate()
+    }
+
     /// The generated tokens, an end token included.
     pub fn generated(&self) -> &[u32] {
         &self.tokens[self.prompt_tokens..]
@@ -140,9 +146,15 @@ impl Generation {
         self.finish
     }
 
-    /// Ends it from outside: a stop string was reached, or nobody listens any more.
-    pub fn end(&mut self, reason: FinishReason) {
-        self.finish.get_or_insert(reason);
+    /// Ends it from outside after its first `generated` tokens: a stop string was reached, or nobody listens
+    /// any more. Later ones, which came in the same step, are dropped, and so is what is cached of them.
+    pub fn end_after(&mut self, generated: usize, reason: FinishReason) {
+        let len = self.prompt_tokens + generated;
+        if len < self.tokens.len() {
+            self.tokens.truncate(len);
+            self.sequence.truncate(len - usize::from(generated > 0));
+        }
+        self.finish = Some(reason);
     }
 
     /// Whether the whole prompt has been launched.
@@ -159,8 +171,13 @@ impl Generation {
         self.epoch += 1;
     }
 
-    /// Takes the sequence, which holds the prompt and every generated token but the last.
-    pub fn into_sequence(self) -> Sequence {
+    /// Takes the sequence, which holds the prompt and every generated token but the last (if it has ended by
+    /// itself or by [`Generation::end_after`]; else what has been committed).
+    pub fn into_sequence(mut self) -> Sequence {
+        // A page that was to be copied, and will not be, has nothing in it.
+        if let Some(position) = self.copies.iter().map(PageCopy::first_position).min() {
+            self.sequence.truncate(position);
+        }
         self.sequence
     }
 
@@ -176,6 +193,18 @@ impl Generation {
         }
         let successor = self.launched + 1;
         usize::from(self.awaits && self.counts.is_none() && successor < self.limit)
+    }
+
+    /// Whether drafts can be verified behind its next row: that is its last token, and it is known.
+    pub fn takes_drafts(&self) -> bool {
+        self.finish.is_none() && self.launched + 1 == self.tokens.len()
+    }
+
+    /// Those of `drafts` that can become part of the answer: the token after them is one more.
+    pub(super) fn useful<'a>(&self, drafts: &'a [u32]) -> &'a [u32] {
+        &drafts[..drafts
+            .len()
+            .min(self.limit.saturating_sub(self.tokens.len() + 1))]
     }
 
     /// Whether the next row is the token that a step in flight will bring.

@@ -23,7 +23,8 @@ pub struct Planned {
     pub slot: Slot,
     /// How many of its [`Generation::ready_rows`].
     pub rows: usize,
-    /// Tokens that may follow, to be verified in the same step. Only with all ready rows.
+    /// Tokens that may follow, to be verified in the same step. Only where it [takes drafts](Generation::takes_drafts); those that
+    /// could not become part of the answer, because it ends before them, are left out.
     pub drafts: Vec<u32>,
 }
 
@@ -63,6 +64,17 @@ struct SpanInFlight {
     samples: bool,
     /// [`Generation::epoch`] at the launch.
     epoch: u32,
+}
+
+impl SpanInFlight {
+    /// Tokens that it samples.
+    fn samples(&self) -> usize {
+        if self.samples {
+            1 + self.drafts.len()
+        } else {
+            0
+        }
+    }
 }
 
 impl StepLoop {
@@ -174,7 +186,8 @@ impl StepLoop {
     }
 
     /// Launches what `plan` says (nothing for an empty plan) and commits the oldest step in flight, if there
-    /// are as many as the runner wants or nothing was launched.
+    /// are as many as the runner wants or nothing was launched. If launching fails, nothing has changed but
+    /// pages that were reserved; if a step cannot be read, its generations are preempted.
     pub fn advance(&mut self, plan: &[Planned]) -> Result<Vec<Advance>> {
         if !plan.is_empty() {
             self.launch(plan)?;
@@ -188,18 +201,30 @@ impl StepLoop {
     fn launch(&mut self, plan: &[Planned]) -> Result<()> {
         let mut batch = Batch::default();
         let mut spans = Vec::with_capacity(plan.len());
-        for planned in plan {
-            self.reserve(planned.slot, planned.rows + planned.drafts.len())?;
+        for (i, planned) in plan.iter().enumerate() {
+            let generation = self
+                .get(planned.slot)
+                .ok_or_else(|| unknown(planned.slot))?;
+            if plan[..i].iter().any(|earlier| earlier.slot == planned.slot) {
+                return Err(Error::Bug(format!(
+                    "slot {} is planned twice",
+                    planned.slot.index
+                )));
+            }
+            self.reserve(
+                planned.slot,
+                planned.rows + generation.useful(&planned.drafts).len(),
+            )?;
         }
         // Where each generation's token stands among the samples of the step before.
         let newest = self.flight.back().map_or(&[][..], |step| &step.spans);
         let sampling: Vec<Slot> = newest
             .iter()
-            .filter(|span| span.samples)
-            .map(|span| span.slot)
+            .flat_map(|span| std::iter::repeat_n(span.slot, span.samples()))
             .collect();
         for Planned { slot, rows, drafts } in plan {
             let generation = self.get(*slot).ok_or_else(|| unknown(*slot))?;
+            let drafts = generation.useful(drafts);
             if *rows == 0 || *rows > generation.ready_rows() {
                 return Err(Error::Bug(format!(
                     "{rows} rows planned where {} are ready",
@@ -234,7 +259,7 @@ impl StepLoop {
             } else {
                 Want::default()
             };
-            if !drafts.is_empty() && (*rows != 1 || !samples || generation.runs_ahead()) {
+            if !drafts.is_empty() && !generation.takes_drafts() {
                 return Err(Error::Bug("drafts follow one known last token".to_owned()));
             }
             batch
@@ -246,7 +271,7 @@ impl StepLoop {
                 table: generation.sequence.table(),
                 want,
             });
-            let (rows, drafts, epoch) = (*rows, drafts.clone(), generation.epoch);
+            let (rows, drafts, epoch) = (*rows, drafts.to_vec(), generation.epoch);
             spans.push(SpanInFlight {
                 slot: *slot,
                 start,
@@ -261,7 +286,8 @@ impl StepLoop {
             if let Some(generation) = self.get_mut(span.slot) {
                 generation.copies.clear();
                 generation.launched += span.rows + span.drafts.len();
-                generation.awaits = span.samples;
+                // What follows a token with drafts behind it is known when they have been verified.
+                generation.awaits = span.samples && span.drafts.is_empty();
             }
         }
         self.flight.push_back(InFlight { ticket, spans });
@@ -272,17 +298,25 @@ impl StepLoop {
         let Some(step) = self.flight.pop_front() else {
             return Ok(Vec::new());
         };
-        let output = self.runner.read(step.ticket)?;
-        let still_in_flight = |flight: &VecDeque<InFlight>, slot| {
-            flight.iter().any(|step| {
-                step.spans
-                    .iter()
-                    .any(|span| span.slot == slot && span.samples)
-            })
+        let output = match self.runner.read(step.ticket) {
+            Ok(output) => output,
+            Err(error) => {
+                // Nobody knows what the step did: whoever was in it has to begin again.
+                for span in &step.spans {
+                    if let Some(generation) = self.get_mut(span.slot) {
+                        generation.preempt();
+                    }
+                }
+                return Err(error);
+            }
         };
         let mut advances = Vec::with_capacity(step.spans.len());
         for (span, output) in step.spans.into_iter().zip(output.spans) {
-            let awaits = still_in_flight(&self.flight, span.slot);
+            let is_newest = !self
+                .flight
+                .iter()
+                .flat_map(|step| &step.spans)
+                .any(|later| later.slot == span.slot);
             let Some(generation) = self.get_mut(span.slot) else {
                 continue;
             };
@@ -302,7 +336,7 @@ impl StepLoop {
                 }
                 generation.sequence.append(&[token])?;
             }
-            generation.awaits = awaits;
+            generation.awaits &= !is_newest;
             if generation.finish.is_some() || !span.drafts.is_empty() {
                 let len = generation.sequence.len();
                 generation.sequence.truncate(len);

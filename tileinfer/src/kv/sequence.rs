@@ -31,12 +31,18 @@ pub struct BlockTable {
 pub struct PageCopy {
     from: Page,
     to: u32,
+    first_position: usize,
 }
 
 impl PageCopy {
     /// The page numbers `(from, to)`.
     pub fn pages(&self) -> (u32, u32) {
         (self.from.id(), self.to)
+    }
+
+    /// The first position that the pages hold.
+    pub fn first_position(&self) -> usize {
+        self.first_position
     }
 }
 
@@ -129,8 +135,13 @@ impl Sequence {
             let to = new.id();
             let from = std::mem::replace(&mut self.pages[page - self.first_page], new);
             // Of a page that is written from its first slot on, nothing old is read.
-            if page * self.page_size < start {
-                copies.push(PageCopy { from, to });
+            let first_position = page * self.page_size;
+            if first_position < start {
+                copies.push(PageCopy {
+                    from,
+                    to,
+                    first_position,
+                });
             }
         }
         self.pages.extend(fresh);

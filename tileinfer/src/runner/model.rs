@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use super::{Batch, Input, Runner, RunnerLimits, SpanOutput, StepOutput, Ticket, Want};
-use crate::backend::{Backend, Mask};
+use crate::backend::{Backend, Mask, StepLayout};
 use crate::kv::{KvElement, KvLayout, PAGE_SIZE};
 use crate::model::{DecoderLM, Workspace, forward};
 use crate::sampling::RowSampler;
@@ -111,6 +111,12 @@ impl<B: Backend> ModelRunner<B> {
         })
     }
 
+    /// Keeps `depth` steps in flight, 1 or 2, instead of as many as suit the backend. The answers are the same.
+    pub fn with_depth(mut self, depth: usize) -> Self {
+        self.limits.depth = depth.clamp(1, 2);
+        self
+    }
+
     /// The backend, for tests and benchmarks.
     pub fn backend(&self) -> &B {
         &self.backend
@@ -126,6 +132,30 @@ impl<B: Backend> ModelRunner<B> {
     ) -> Result<(Vec<f32>, Vec<f32>)> {
         self.backend
             .read_slot(&self.pages[layer], page, head, offset)
+    }
+
+    /// Everything between a batch's layout and its samples.
+    fn run(&mut self, batch: &Batch, layout: &StepLayout) -> Result<()> {
+        let ws = &mut self.workspace;
+        ws.begin(&self.backend, &self.model, layout, Some(&self.earlier))?;
+        for (span, rows) in batch.spans.iter().zip(&layout.span_rows) {
+            if let Input::Embeddings(values) = &span.input {
+                self.backend
+                    .upload(&mut ws.stream, *rows as usize, values)?;
+            }
+        }
+        forward(&self.backend, &self.model, &mut self.pages, ws)?;
+
+        let mut samplers: Vec<Option<RowSampler>> = Vec::with_capacity(layout.wanted.len());
+        for span in &batch.spans {
+            let wanted = span.want.rows.count(span.input.rows(self.limits.hidden));
+            let mut given = span.want.sample.iter().cloned();
+            samplers.extend((0..wanted).map(|_| given.next()));
+        }
+        if samplers.iter().any(Option::is_some) {
+            self.backend.sample(&mut ws.step, &ws.logits, &samplers)?;
+        }
+        Ok(())
     }
 
     /// Copies what was wanted besides samples out of the workspace, before another step overwrites it.
@@ -196,27 +226,12 @@ impl<B: Backend> Runner for ModelRunner<B> {
             self.backend.copy_pages(pages, &batch.copies)?;
         }
         std::mem::swap(&mut self.workspace.step, &mut self.earlier);
-        let ws = &mut self.workspace;
-        ws.begin(&self.backend, &self.model, &layout, Some(&self.earlier))?;
-        for (span, rows) in batch.spans.iter().zip(&layout.span_rows) {
-            if let Input::Embeddings(values) = &span.input {
-                self.backend
-                    .upload(&mut ws.stream, *rows as usize, values)?;
-            }
-        }
-        forward(&self.backend, &self.model, &mut self.pages, ws)?;
-
-        let mut samplers: Vec<Option<RowSampler>> = Vec::with_capacity(layout.wanted.len());
-        for span in &batch.spans {
-            let wanted = span.want.rows.count(span.input.rows(self.limits.hidden));
-            let mut given = span.want.sample.iter().cloned();
-            samplers.extend((0..wanted).map(|_| given.next()));
-        }
-        if samplers.iter().any(Option::is_some) {
-            self.backend.sample(&mut ws.step, &ws.logits, &samplers)?;
-        }
+        let output = self.run(batch, &layout).and_then(|()| self.collect(batch));
+        let output = output.inspect_err(|_| {
+            // The samples of the step before, which may not have been read, stay where they are looked for.
+            std::mem::swap(&mut self.workspace.step, &mut self.earlier);
+        })?;
         self.launched += 1;
-        let output = self.collect(batch)?;
         let samples = batch
             .spans
             .iter()
@@ -231,13 +246,13 @@ impl<B: Backend> Runner for ModelRunner<B> {
     }
 
     fn read(&mut self, ticket: Ticket) -> Result<StepOutput> {
-        let Some(Flight {
+        let Flight {
             mut output,
             samples,
             ..
-        }) = self.flight.pop_front_if(|flight| flight.ticket == ticket.0)
-        else {
-            return Err(Error::Bug("steps are read out of order".to_owned()));
+        } = match self.flight.pop_front() {
+            Some(flight) if flight.ticket == ticket.0 => flight,
+            _ => return Err(Error::Bug("steps are read out of order".to_owned())),
         };
         if samples.iter().any(|&count| count > 0) {
             let step = if ticket.0 == self.launched {

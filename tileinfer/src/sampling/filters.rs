@@ -42,7 +42,7 @@ impl Maxima {
     /// One pass over the logits.
     ///
     /// # Errors
-    /// [`Error::Bug`] naming the token if a logit is NaN or +∞, [`Error::Usage`] if all are −∞.
+    /// [`Error::BadModel`] naming the token if a logit is NaN or +∞, [`Error::Usage`] if all are −∞.
     pub(super) fn scan(&mut self, logits: &[f32]) -> Result<()> {
         const LANES: usize = 16;
         self.chunks.clear();
@@ -74,7 +74,7 @@ impl Maxima {
                 .iter()
                 .position(|x| x.is_nan() || *x == f32::INFINITY);
             let id = broken.expect("a pass has just seen one");
-            return Err(Error::Bug(format!(
+            return Err(super::broken_logits(&format!(
                 "the logit of token {id} is {}",
                 logits[id]
             )));
@@ -512,7 +512,8 @@ mod tests {
                     logits[id] = broken;
                     let error = maxima.scan(&logits).unwrap_err();
                     assert!(
-                        matches!(&error, Error::Bug(m) if m.contains(&format!("token {id} "))),
+                        matches!(&error, Error::BadModel { reason, .. }
+                            if reason.contains(&format!("token {id} "))),
                         "{error}"
                     );
                 }

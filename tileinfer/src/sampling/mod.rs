@@ -111,8 +111,8 @@ pub struct Scratch {
 /// The next token.
 ///
 /// # Errors
-/// - [`Error::Bug`] naming the token if a logit is NaN or +∞, if the parameters have penalties and the row
-///   has no counts, or if the parameters are not valid;
+/// - [`Error::BadModel`] naming the token if a logit is NaN or +∞;
+/// - [`Error::Bug`] if the parameters have penalties and the row has no counts, or are not valid;
 /// - [`Error::Usage`] if no token may come next, or the bias names a token that does not exist.
 pub fn sample(row: &SampleRow, logits: &[f32], scratch: &mut Scratch) -> Result<u32> {
     let weighted = row.params.top_p < 1.0 || row.params.min_p > 0.0;
@@ -145,6 +145,16 @@ pub fn sample_with_distribution(
 ) -> Result<(u32, Distribution)> {
     let distribution = distribution(row, logits, scratch)?;
     Ok((pick(row, &scratch.survivors), distribution))
+}
+
+/// What NaN or infinite logits, of which `found` names one, say about the model.
+pub(crate) fn broken_logits(found: &str) -> Error {
+    Error::bad_model(
+        "model",
+        format!(
+            "{found}: the weights hold NaN or infinite values, or the activations overflow in bf16 (try --dtype f32)"
+        ),
+    )
 }
 
 /// Steps 1 to 4: leaves the survivors in `scratch`, with weights if `weighted`.

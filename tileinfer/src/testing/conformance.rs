@@ -30,6 +30,9 @@ pub fn conformance<B: Backend>(make: &dyn Fn(ComputeType) -> B) {
     }
 }
 
+/// An op from one tensor to another.
+type Op<'a, B> = dyn Fn(&B, &mut <B as Backend>::Tensor, &<B as Backend>::Tensor) + 'a;
+
 struct Suite<B> {
     backend: B,
     reference: ReferenceBackend,
@@ -56,7 +59,7 @@ pub(crate) fn layout(spans: &[(usize, usize)], page_size: usize, pages: usize) -
             .map(|i| (i * 7 % pages) as u32)
             .collect();
         next += needed;
-        assert!(next <= pages && pages % 7 != 0);
+        assert!(next <= pages && !pages.is_multiple_of(7));
         for position in start..start + rows {
             layout.ids.push((position * 3 % 11) as u32);
             layout.positions.push(position as u32);
@@ -116,12 +119,8 @@ impl<B: Backend> Suite<B> {
         width: usize,
         out_width: usize,
         element: Element,
-        op: &dyn Fn(&B, &mut B::Tensor, &B::Tensor),
-        reference: &dyn Fn(
-            &ReferenceBackend,
-            &mut <ReferenceBackend as Backend>::Tensor,
-            &<ReferenceBackend as Backend>::Tensor,
-        ),
+        op: &Op<'_, B>,
+        reference: &Op<'_, ReferenceBackend>,
     ) {
         let rows = x.len() / width;
         let run = |rows: usize, x: &[f32]| {
@@ -298,7 +297,7 @@ impl<B: Backend> Suite<B> {
                         &|b, out, x| b.linear(out, &on.0, biased.then_some(&on.1), x).unwrap(),
                         &|b, out, x| {
                             b.linear(out, &judge.0, biased.then_some(&judge.1), x)
-                                .unwrap()
+                                .unwrap();
                         },
                     );
                 }

@@ -3,6 +3,7 @@
 mod conformance;
 mod golden;
 mod numbers;
+mod same_text;
 
 pub use conformance::conformance;
 pub use golden::{
@@ -10,3 +11,4 @@ pub use golden::{
     tokens,
 };
 pub use numbers::{Numbers, assert_close, weight};
+pub use same_text::{SAME_TEXT_MODELS, same_text, same_text_model};
