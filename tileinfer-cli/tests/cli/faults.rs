@@ -37,7 +37,8 @@ fn damaged_files_are_named() {
     };
     let absent = |path: &Path| fs::remove_file(path).unwrap();
     let garbage = |path: &Path| fs::write(path, "\u{0}{]").unwrap();
-    let cases: Vec<(&str, Box<dyn Fn(&Path)>)> = vec![
+    type Damage = Box<dyn Fn(&Path)>;
+    let cases: Vec<(&str, Damage)> = vec![
         ("config.json", Box::new(absent)),
         ("config.json", Box::new(garbage)),
         ("config.json", Box::new(cut(100))),
