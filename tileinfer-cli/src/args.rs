@@ -166,7 +166,8 @@ pub(crate) enum DeviceArg {
     Auto,
     Cpu,
     Reference,
-    Cuda,
+    /// A GPU, as the driver counts them.
+    Cuda(usize),
 }
 
 fn parse_device(text: &str) -> Result<DeviceArg, String> {
@@ -175,10 +176,13 @@ fn parse_device(text: &str) -> Result<DeviceArg, String> {
             "auto" => Ok(DeviceArg::Auto),
             "cpu" => Ok(DeviceArg::Cpu),
             "reference" => Ok(DeviceArg::Reference),
-            "cuda" => Ok(DeviceArg::Cuda),
+            "cuda" => Ok(DeviceArg::Cuda(0)),
             _ => Err("use auto, cpu, reference, cuda or cuda:N".to_owned()),
         },
-        Some(("cuda", number)) if number.parse::<u32>().is_ok() => Ok(DeviceArg::Cuda),
+        Some(("cuda", number)) => number
+            .parse()
+            .map(DeviceArg::Cuda)
+            .map_err(|_| "use cuda:N with the number of a GPU".to_owned()),
         Some(_) => Err("use auto, cpu, reference, cuda or cuda:N".to_owned()),
     }
 }

@@ -7,6 +7,8 @@ mod chat;
 mod doctor;
 mod eval;
 mod files;
+#[cfg(feature = "cuda")]
+mod gpu;
 mod inventory;
 mod manual;
 mod memory;

@@ -5,6 +5,7 @@
 //! tile, [`driver`] for the little that is needed of CUDA, [`store`] for where machine code comes from.
 
 mod backend;
+pub mod ceiling;
 pub mod compile;
 pub mod driver;
 pub mod kernels;

@@ -45,35 +45,47 @@ pub fn architectures((major, minor): (i32, i32)) -> Vec<String> {
         .collect()
 }
 
+/// The packs that fit a device of this compute capability and this version of the kernels, and where they are.
+///
+/// # Errors
+/// A pack that is there but damaged.
+pub fn packs(capability: (i32, i32), options: &KernelOptions) -> Result<Vec<(PathBuf, Pack)>> {
+    let mut folders = options.pack_folders.clone();
+    if folders.is_empty() {
+        let program = std::env::current_exe().ok();
+        folders.extend(program.and_then(|program| program.parent().map(PathBuf::from)));
+    }
+    let mut packs = Vec::new();
+    for folder in &folders {
+        for arch in architectures(capability) {
+            let path = folder.join(format!("tileinfer-{arch}.pack"));
+            if path.is_file() {
+                let pack = Pack::read(&path)?;
+                if pack.fingerprint == kernels::fingerprint() {
+                    packs.push((path, pack));
+                } else {
+                    tracing::warn!(
+                        "{} is of another version of tileinfer and is not used",
+                        path.display()
+                    );
+                }
+            }
+        }
+    }
+    Ok(packs)
+}
+
 impl KernelStore {
     /// Looks for packs that fit the device.
     ///
     /// # Errors
     /// A pack that is there but damaged. None at all is no error yet: a missing kernel is.
     pub fn open(device: &Arc<Device>, options: &KernelOptions) -> Result<Self> {
-        let mut folders = options.pack_folders.clone();
-        if folders.is_empty() {
-            let program = std::env::current_exe().ok();
-            folders.extend(program.and_then(|program| program.parent().map(PathBuf::from)));
-        }
         let architectures = architectures(device.info().capability);
-        let mut packs = Vec::new();
-        for folder in &folders {
-            for arch in &architectures {
-                let path = folder.join(format!("tileinfer-{arch}.pack"));
-                if path.is_file() {
-                    let pack = Pack::read(&path)?;
-                    if pack.fingerprint == kernels::fingerprint() {
-                        packs.push(pack);
-                    } else {
-                        tracing::warn!(
-                            "{} is of another version of tileinfer and is not used",
-                            path.display()
-                        );
-                    }
-                }
-            }
-        }
+        let packs = packs(device.info().capability, options)?
+            .into_iter()
+            .map(|(_, pack)| pack)
+            .collect();
         Ok(KernelStore {
             device: device.clone(),
             arch: architectures[0].clone(),

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use half::bf16;
 use tileinfer::Result;
-use tileinfer::testing::{conformance, golden_models};
+use tileinfer::testing::{SAME_TEXT_MODELS, conformance, golden_models, same_text_model};
 use tileinfer_cuda::CudaBackend;
 use tileinfer_cuda::driver::{Address, Memory};
 use tileinfer_cuda::kernels::{self, Type};
@@ -21,7 +21,7 @@ use tileinfer_cuda::ops::{
 use tileinfer_cuda::store::KernelOptions;
 
 /// The library's own suites on this device: every op against the reference backend, then small models
-/// against transformers if their fixtures are at hand.
+/// against transformers and against themselves if their fixtures are at hand.
 fn suites(ops: &Arc<Ops>, golden: &Path) -> usize {
     let make = |compute| CudaBackend::with_ops(compute, ops.clone());
     let mut failed = 0;
@@ -39,6 +39,12 @@ fn suites(ops: &Arc<Ops>, golden: &Path) -> usize {
     suite("conformance", &|| conformance(&make));
     if golden.is_dir() {
         suite("golden models", &|| golden_models(&make, golden, 2e-3));
+        // One pass over a text is launched op by op, single tokens are recorded: they give the same bits.
+        for name in SAME_TEXT_MODELS {
+            suite(&format!("same text, {name}"), &|| {
+                same_text_model(&make, golden, name);
+            });
+        }
     }
     failed
 }
