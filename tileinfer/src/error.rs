@@ -59,6 +59,15 @@ pub enum Error {
         free: usize,
     },
 
+    /// More requests than may wait.
+    #[error("{waiting} requests are waiting already and no more may (the limit is {limit}); try again later")]
+    QueueFull {
+        /// Requests that wait.
+        waiting: usize,
+        /// How many may.
+        limit: usize,
+    },
+
     /// An allocation that does not fit.
     #[error("out of memory: {what} needs {needed} bytes and {available} are available")]
     OutOfMemory {
@@ -102,7 +111,7 @@ impl Error {
     pub fn kind(&self) -> ErrorKind {
         match self {
             Error::Usage(_) | Error::ContextFull { .. } => ErrorKind::Usage,
-            Error::OutOfPages { .. } | Error::OutOfMemory { .. } => ErrorKind::Overload,
+            Error::OutOfPages { .. } | Error::OutOfMemory { .. } | Error::QueueFull { .. } => ErrorKind::Overload,
             Error::BadModel { .. } => ErrorKind::BadModel,
             Error::Hub { kind, .. } => kind.error_kind(),
             Error::Io { .. } | Error::Device(_) => ErrorKind::System,

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::kv::{PageCopy, Sequence};
-use crate::sampling::{RowSampler, SamplingParams, TokenCounts};
+use crate::sampling::{RowSampler, SamplingParams, TokenCounts, TokenMask};
 use crate::{Error, Result};
 
 /// Why an answer ended.
@@ -60,6 +60,8 @@ pub struct Generation {
     /// How often it was preempted: what a step launched before brings is of no use after.
     pub(super) epoch: u32,
     pub(super) counts: Option<Arc<TokenCounts>>,
+    /// What a grammar allows as the next token; it depends on the token before.
+    mask: Option<Arc<TokenMask>>,
     pub(super) finish: Option<FinishReason>,
     pub(super) options: GenerationOptions,
     limit: usize,
@@ -94,6 +96,7 @@ impl Generation {
             copies: Vec::new(),
             epoch: 0,
             counts,
+            mask: None,
             finish: if limit == prompt.len() {
                 Some(FinishReason::Length)
             } else {
@@ -171,6 +174,33 @@ impl Generation {
         self.epoch += 1;
     }
 
+    /// Continues after what `sequence` has cached of it, where nothing of its own is cached or in flight: after
+    /// [`Generation::preempt`].
+    pub fn resume(&mut self, mut sequence: Sequence) -> Result<()> {
+        if self.launched > 0 || !self.sequence.is_empty() {
+            return Err(Error::Bug("a generation that has its own pages cannot resume on others".to_owned()));
+        }
+        let prefix = sequence.common_prefix(&self.tokens).min(self.tokens.len() - 1);
+        self.launched = sequence.truncate(prefix);
+        self.sequence = sequence;
+        Ok(())
+    }
+
+    /// Allows only the tokens of `mask` as the next one. Such a row waits for the token before it.
+    pub fn set_mask(&mut self, mask: Arc<TokenMask>) {
+        self.mask = Some(mask);
+    }
+
+    /// Prompt and generated tokens.
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    /// Its place in the cache.
+    pub fn sequence(&self) -> &Sequence {
+        &self.sequence
+    }
+
     /// Takes the sequence, which holds the prompt and every generated token but the last (if it has ended by
     /// itself or by [`Generation::end_after`]; else what has been committed).
     pub fn into_sequence(mut self) -> Sequence {
@@ -192,7 +222,8 @@ impl Generation {
             return known;
         }
         let successor = self.launched + 1;
-        usize::from(self.awaits && self.counts.is_none() && successor < self.limit)
+        let depends = self.counts.is_some() || self.mask.is_some();
+        usize::from(self.awaits && !depends && successor < self.limit)
     }
 
     /// Whether drafts can be verified behind its next row: that is its last token, and it is known.
@@ -218,7 +249,7 @@ impl Generation {
             params: self.options.sampling.clone(),
             counts: self.counts.clone(),
             drafts: drafts.to_vec(),
-            mask: None,
+            mask: self.mask.clone(),
             seed: self.options.seed,
             position: position as u64,
             vocabulary: self.options.vocabulary,

@@ -3,8 +3,10 @@
 
 mod layout;
 mod pool;
+mod prefix;
 mod sequence;
 
 pub use layout::{KvElement, KvLayout, PAGE_SIZE};
 pub use pool::{Page, PagePool};
+pub use prefix::PrefixCache;
 pub use sequence::{BlockTable, PageCopy, Sequence};

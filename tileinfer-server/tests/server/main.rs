@@ -1,0 +1,6 @@
+//! The server on loopback, over a runner without a model.
+
+mod common;
+mod openai;
+mod routes;
+mod structured;
