@@ -1,12 +1,29 @@
 //! What was typed. What it means is decided where it is used.
 
+mod sampling;
+
 use std::path::PathBuf;
 
+use clap::builder::RangedU64ValueParser;
 use clap::{Args, Parser, Subcommand, ValueEnum};
+
+pub(crate) use sampling::SamplingArgs;
 
 /// Run language models on this machine: the same text every time.
 #[derive(Debug, Parser)]
 #[command(name = "tileinfer", version, propagate_version = true)]
+#[command(
+    after_help = "MODEL is an id on the hub such as Qwen/Qwen3-0.6B, or a directory.
+
+Examples:
+  tileinfer pull Qwen/Qwen3-0.6B           get a model
+  tileinfer run Qwen/Qwen3-0.6B            chat with it
+  tileinfer run Qwen/Qwen3-0.6B \"Why is the sky blue?\"
+  tileinfer plan Qwen/Qwen3-8B             would it fit in memory?
+  tileinfer doctor                         what this machine has and lacks
+
+Exit codes: 0 done, 1 it failed and says why, 2 wrong usage."
+)]
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) verb: Verb,
@@ -16,59 +33,158 @@ pub(crate) struct Cli {
 pub(crate) enum Verb {
     /// Answer a prompt, or chat on a terminal
     #[command(after_help = "Examples:
-  tileinfer run models/smollm2-135m-instruct \"What is the capital of France?\"
-  cat notes.txt | tileinfer run models/smollm2-135m-instruct \"Summarize this:\"
-  tileinfer run DIR --raw --temperature 0 --max-tokens 32 \"Once upon a time\"")]
+  tileinfer run Qwen/Qwen3-0.6B
+  tileinfer run Qwen/Qwen3-0.6B \"What is the capital of France?\"
+  cat notes.txt | tileinfer run Qwen/Qwen3-0.6B \"Summarize this:\"
+  tileinfer run DIR --raw --temperature 0 --max-tokens 32 \"Once upon a time\"
+
+A model that is not there yet is downloaded first. In a chat, /help lists the commands,
+\"\"\" begins and ends a text of several lines, Ctrl-C stops an answer, Ctrl-D leaves.")]
     Run(Box<RunArgs>),
+    /// Download a model from the hub
+    #[command(after_help = "Examples:
+  tileinfer pull Qwen/Qwen3-0.6B
+  tileinfer pull HuggingFaceTB/SmolLM2-135M-Instruct --revision v1.0
+  HF_TOKEN=hf_... tileinfer pull meta-llama/Llama-3.1-8B-Instruct
+
+Only the files that inference needs are fetched, into the cache that Python's huggingface_hub
+uses too (HF_HOME, HF_HUB_CACHE). A pull that was cut off goes on where it stopped.")]
+    Pull(PullArgs),
+    /// List the models in the cache
+    #[command(after_help = "Examples:
+  tileinfer list
+  tileinfer list --json")]
+    List(ListArgs),
+    /// Remove a model, or one revision of it, from the cache
+    #[command(after_help = "Examples:
+  tileinfer rm Qwen/Qwen3-0.6B
+  tileinfer rm Qwen/Qwen3-0.6B --revision v1.0
+
+Files that another revision shows stay. Nothing is asked: what was freed is printed.")]
+    Rm(RmArgs),
+    /// Show a model's configuration as it is understood
+    #[command(after_help = "Examples:
+  tileinfer show Qwen/Qwen3-0.6B
+  tileinfer show DIR --json
+
+A model that is not in the cache is looked at on the hub, without downloading it.")]
+    Show(ShowArgs),
+    /// Say how much memory a model takes, before it is downloaded or loaded
+    #[command(after_help = "Examples:
+  tileinfer plan Qwen/Qwen3-8B
+  tileinfer plan DIR --ctx-size 32768 --json
+
+Only config.json and the headers of the weights are read, on the hub with a few small requests.")]
+    Plan(PlanArgs),
+    /// Say what this machine has and lacks
+    #[command(after_help = "Examples:
+  tileinfer doctor
+  tileinfer doctor --offline --json")]
+    Doctor(DoctorArgs),
     /// Show token ids of a text, the text of token ids, or a rendered chat
     #[command(after_help = "Examples:
-  tileinfer tokenize models/smollm2-135m-instruct \"Hello, world\" --json
-  tileinfer tokenize models/smollm2-135m-instruct --decode 19556,28,905
+  tileinfer tokenize Qwen/Qwen3-0.6B \"Hello, world\" --json
+  tileinfer tokenize DIR --decode 19556,28,905
   echo '{\"messages\":[{\"role\":\"user\",\"content\":\"Hi\"}]}' | tileinfer tokenize DIR --chat -")]
     Tokenize(TokenizeArgs),
     /// Log probabilities of given tokens, or the perplexity of a text
     #[command(after_help = "Examples:
-  tileinfer eval models/smollm2-135m-instruct --text book.txt
+  tileinfer eval Qwen/Qwen3-0.6B --text book.txt
   tileinfer eval DIR --ids ids.json --top 5 --json")]
     Eval(EvalArgs),
     /// Measure prefill and decode against what the machine can do
     #[command(after_help = "Examples:
-  tileinfer bench models/smollm2-135m-instruct
+  tileinfer bench Qwen/Qwen3-0.6B
   tileinfer bench --random qwen3-0.6b --prompt-tokens 256 --gen-tokens 64 --json")]
     Bench(BenchArgs),
+    /// Print the completions of a shell
+    #[command(after_help = "Examples:
+  tileinfer completions bash > ~/.local/share/bash-completion/completions/tileinfer
+  tileinfer completions zsh > ~/.zfunc/_tileinfer
+  tileinfer completions fish > ~/.config/fish/completions/tileinfer.fish")]
+    Completions(CompletionsArgs),
+    /// Print the manual page, or write one page a verb
+    #[command(after_help = "Examples:
+  tileinfer man | man -l -
+  tileinfer man --dir ~/.local/share/man/man1")]
+    Man(ManArgs),
 }
 
 /// Which model, and where it runs.
 #[derive(Debug, Args)]
 pub(crate) struct ModelArgs {
-    /// A model directory (a Hugging Face checkout with config.json and safetensors)
+    #[command(flatten)]
+    pub(crate) name: NameArgs,
+    #[command(flatten)]
+    pub(crate) place: PlaceArgs,
+    #[command(flatten)]
+    pub(crate) voice: VoiceArgs,
+}
+
+/// Which model.
+#[derive(Debug, Clone, Args)]
+pub(crate) struct NameArgs {
+    /// An id on the hub such as Qwen/Qwen3-0.6B, or a directory with config.json and safetensors
     #[arg(value_name = "MODEL")]
     pub(crate) model: String,
     #[command(flatten)]
-    pub(crate) place: PlaceArgs,
+    pub(crate) hub: HubArgs,
+}
+
+/// How the hub may be used.
+#[derive(Debug, Clone, Copy, Args)]
+pub(crate) struct HubArgs {
+    /// Never use the network (HF_HUB_OFFLINE=1 says the same)
+    #[arg(long)]
+    pub(crate) offline: bool,
 }
 
 /// Where and how a model runs.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct PlaceArgs {
     /// auto, cpu, reference or cuda[:N]
-    #[arg(long, default_value = "auto", value_name = "DEVICE")]
-    pub(crate) device: String,
+    #[arg(long, default_value = "auto", value_name = "DEVICE", value_parser = parse_device)]
+    pub(crate) device: DeviceArg,
     /// Type of activations and cache; f32 is the parity mode
     #[arg(long, default_value = "auto", value_enum)]
     pub(crate) dtype: DtypeArg,
     /// Threads of the CPU backend (default: the cores this process may use)
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = at_least_one())]
     pub(crate) threads: Option<usize>,
     /// The longest context (default: the model's maximum, lowered to what fits in memory)
-    #[arg(long, short = 'c', value_name = "TOKENS")]
+    #[arg(long, short = 'c', value_name = "TOKENS", value_parser = at_least_one())]
     pub(crate) ctx_size: Option<usize>,
-    #[command(flatten)]
-    pub(crate) voice: VoiceArgs,
+}
+
+fn at_least_one() -> RangedU64ValueParser<usize> {
+    RangedU64ValueParser::new().range(1..)
+}
+
+/// What `--device` can say.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum DeviceArg {
+    Auto,
+    Cpu,
+    Reference,
+    Cuda,
+}
+
+fn parse_device(text: &str) -> Result<DeviceArg, String> {
+    match text.split_once(':') {
+        None => match text {
+            "auto" => Ok(DeviceArg::Auto),
+            "cpu" => Ok(DeviceArg::Cpu),
+            "reference" => Ok(DeviceArg::Reference),
+            "cuda" => Ok(DeviceArg::Cuda),
+            _ => Err("use auto, cpu, reference, cuda or cuda:N".to_owned()),
+        },
+        Some(("cuda", number)) if number.parse::<u32>().is_ok() => Ok(DeviceArg::Cuda),
+        Some(_) => Err("use auto, cpu, reference, cuda or cuda:N".to_owned()),
+    }
 }
 
 /// How much is said on stderr.
-#[derive(Debug, Clone, Args)]
+#[derive(Debug, Clone, Copy, Args)]
 pub(crate) struct VoiceArgs {
     /// Say nothing on stderr but errors
     #[arg(long, conflicts_with = "verbose")]
@@ -85,57 +201,12 @@ pub(crate) enum DtypeArg {
     F32,
 }
 
-/// How tokens are chosen. What is not given comes from the model's generation_config.json.
-#[derive(Debug, Args)]
-pub(crate) struct SamplingArgs {
-    /// 0 always takes the likeliest token
-    #[arg(long, visible_alias = "temp", value_name = "T")]
-    pub(crate) temperature: Option<f32>,
-    /// Choose among the K likeliest tokens (0: all)
-    #[arg(long, value_name = "K")]
-    pub(crate) top_k: Option<u32>,
-    /// Choose among the likeliest tokens that together have probability P
-    #[arg(long, value_name = "P")]
-    pub(crate) top_p: Option<f32>,
-    /// Choose among tokens at least P times as likely as the likeliest
-    #[arg(long, value_name = "P")]
-    pub(crate) min_p: Option<f32>,
-    /// Divide the logits of tokens that occurred (1: off)
-    #[arg(long, value_name = "R")]
-    pub(crate) repetition_penalty: Option<f32>,
-    /// Subtract from the logits of tokens that were generated
-    #[arg(long, value_name = "A", allow_negative_numbers = true)]
-    pub(crate) presence_penalty: Option<f32>,
-    /// Subtract from the logits of tokens once for each time they were generated
-    #[arg(long, value_name = "A", allow_negative_numbers = true)]
-    pub(crate) frequency_penalty: Option<f32>,
-    /// Add to the logits of tokens: ID=B,ID=B
-    #[arg(long, value_name = "ID=B,...", value_delimiter = ',', value_parser = parse_bias, allow_hyphen_values = true)]
-    pub(crate) logit_bias: Vec<(u32, f32)>,
-    /// Seed of the noise (default: a random one, printed)
-    #[arg(long, value_name = "N")]
-    pub(crate) seed: Option<u64>,
-}
-
-fn parse_bias(text: &str) -> Result<(u32, f32), String> {
-    let (id, bias) = text
-        .split_once('=')
-        .ok_or("write ID=BIAS, such as 42=-1.5")?;
-    let id = id
-        .trim()
-        .parse()
-        .map_err(|_| format!("'{id}' is not a token id"))?;
-    let bias = bias
-        .trim()
-        .parse()
-        .map_err(|_| format!("'{bias}' is not a number"))?;
-    Ok((id, bias))
-}
-
 #[derive(Debug, Args)]
 pub(crate) struct RunArgs {
     #[command(flatten)]
     pub(crate) model: ModelArgs,
+    #[command(flatten)]
+    pub(crate) revision: RevisionArgs,
     /// The prompt; what is piped in follows it after a blank line
     #[arg(value_name = "PROMPT")]
     pub(crate) prompt: Option<String>,
@@ -171,13 +242,108 @@ pub(crate) struct RunArgs {
     /// Print one JSON object instead of the text
     #[arg(long)]
     pub(crate) json: bool,
+    /// Keep no history of what is typed in a chat
+    #[arg(long)]
+    pub(crate) no_history: bool,
+}
+
+/// Which revision of a model on the hub.
+#[derive(Debug, Args)]
+pub(crate) struct RevisionArgs {
+    /// A branch, a tag or a commit on the hub (default: main)
+    #[arg(long, value_name = "REV")]
+    pub(crate) revision: Option<String>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct PullArgs {
+    /// An id on the hub such as Qwen/Qwen3-0.6B
+    #[arg(value_name = "MODEL")]
+    pub(crate) model: String,
+    #[command(flatten)]
+    pub(crate) revision: RevisionArgs,
+    #[command(flatten)]
+    pub(crate) hub: HubArgs,
+    #[command(flatten)]
+    pub(crate) voice: VoiceArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ListArgs {
+    /// Print a JSON array
+    #[arg(long)]
+    pub(crate) json: bool,
+    #[command(flatten)]
+    pub(crate) voice: VoiceArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct RmArgs {
+    /// An id on the hub such as Qwen/Qwen3-0.6B
+    #[arg(value_name = "MODEL")]
+    pub(crate) model: String,
+    /// Remove only this branch, tag or commit (default: all of the model)
+    #[arg(long, value_name = "REV")]
+    pub(crate) revision: Option<String>,
+    #[command(flatten)]
+    pub(crate) hub: HubArgs,
+    #[command(flatten)]
+    pub(crate) voice: VoiceArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ShowArgs {
+    #[command(flatten)]
+    pub(crate) name: NameArgs,
+    #[command(flatten)]
+    pub(crate) revision: RevisionArgs,
+    /// Print one JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
+    #[command(flatten)]
+    pub(crate) voice: VoiceArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct PlanArgs {
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+    #[command(flatten)]
+    pub(crate) revision: RevisionArgs,
+    /// Print one JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct DoctorArgs {
+    #[command(flatten)]
+    pub(crate) hub: HubArgs,
+    /// Print one JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
+    #[command(flatten)]
+    pub(crate) voice: VoiceArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct CompletionsArgs {
+    /// Which shell
+    #[arg(value_name = "SHELL", value_enum)]
+    pub(crate) shell: clap_complete::Shell,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ManArgs {
+    /// Write tileinfer.1 and one page a verb into DIR
+    #[arg(long, value_name = "DIR")]
+    pub(crate) dir: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct TokenizeArgs {
-    /// A model directory; tokenizer.json is all it needs
-    #[arg(value_name = "MODEL")]
-    pub(crate) model: String,
+    #[command(flatten)]
+    pub(crate) name: NameArgs,
     /// The text
     #[arg(value_name = "TEXT")]
     pub(crate) text: Option<String>,
@@ -232,7 +398,7 @@ pub(crate) struct EvalArgs {
 
 #[derive(Debug, Args)]
 pub(crate) struct BenchArgs {
-    /// A model directory
+    /// An id on the hub such as Qwen/Qwen3-0.6B, or a directory with config.json and safetensors
     #[arg(
         value_name = "MODEL",
         required_unless_present = "random",
@@ -243,21 +409,25 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "CONFIG")]
     pub(crate) random: Option<String>,
     #[command(flatten)]
+    pub(crate) hub: HubArgs,
+    #[command(flatten)]
     pub(crate) place: PlaceArgs,
+    #[command(flatten)]
+    pub(crate) voice: VoiceArgs,
     /// Tokens of the prompt
-    #[arg(long, value_name = "N", default_value_t = 512)]
+    #[arg(long, value_name = "N", default_value_t = 512, value_parser = at_least_one())]
     pub(crate) prompt_tokens: usize,
     /// Tokens to generate
-    #[arg(long, value_name = "N", default_value_t = 128)]
+    #[arg(long, value_name = "N", default_value_t = 128, value_parser = at_least_one())]
     pub(crate) gen_tokens: usize,
     /// Context that decoding starts at (default: the prompt)
     #[arg(long, value_name = "TOKENS")]
     pub(crate) depth: Option<usize>,
     /// Runs; medians are reported
-    #[arg(long, value_name = "N", default_value_t = 3)]
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = at_least_one())]
     pub(crate) runs: usize,
     /// Sequences at once
-    #[arg(long, value_name = "N", default_value_t = 1)]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one())]
     pub(crate) batch: usize,
     /// Print one JSON object
     #[arg(long)]

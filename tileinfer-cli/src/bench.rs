@@ -12,14 +12,12 @@ use tileinfer::runner::{Batch, Input, Rows, Span, Want};
 
 use crate::args::BenchArgs;
 use crate::ceilings::Ceilings;
+use crate::models;
 use crate::open::{self, Opened, Purpose};
 use crate::voice::Voice;
 
 pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
-    let voice = Voice::new(&args.place.voice);
-    if args.prompt_tokens == 0 || args.gen_tokens == 0 || args.runs == 0 || args.batch == 0 {
-        bail!("--prompt-tokens, --gen-tokens, --runs and --batch have to be at least 1");
-    }
+    let voice = Voice::new(args.voice);
     let depth = args.depth.unwrap_or(args.prompt_tokens);
     let length = (depth + args.gen_tokens).max(args.prompt_tokens) + 1;
     let purpose = Purpose {
@@ -27,7 +25,10 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
         length: Some(length),
     };
     let mut opened = match (&args.model, &args.random) {
-        (Some(model), _) => open::open(&open::model_dir(model)?, &args.place, purpose, &voice)?,
+        (Some(model), _) => {
+            let dir = models::dir(model, None, args.hub)?;
+            open::open(&dir, &args.place, purpose, &voice)?
+        }
         (None, Some(name)) => {
             open::open_random(random_config(name)?, &args.place, purpose, &voice)?
         }

@@ -8,6 +8,8 @@ use tileinfer::eval;
 use tileinfer::tokenizer::Tokenizer;
 
 use crate::args::{DtypeArg, EvalArgs, PlaceArgs};
+use crate::files;
+use crate::models;
 use crate::open::{self, Opened, Purpose};
 use crate::voice::Voice;
 
@@ -15,11 +17,12 @@ use crate::voice::Voice;
 const WINDOW: usize = 2048;
 
 pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
-    let voice = Voice::new(&args.model.place.voice);
-    let dir = open::model_dir(&args.model.model)?;
+    let voice = Voice::new(args.model.voice);
+    let hub = args.model.name.hub;
+    let dir = models::dir(&args.model.name.model, None, hub)?;
     match (&args.ids, &args.text) {
         (Some(file), _) => {
-            let ids = open::read_ids(file)?;
+            let ids = files::read_ids(file)?;
             let purpose = Purpose {
                 sequences: 1,
                 length: Some(ids.len().max(1)),
@@ -28,7 +31,7 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
             score_ids(args, opened, &ids)
         }
         (None, Some(file)) => {
-            let text = open::read_text(file)?;
+            let text = files::read_text(file)?;
             let ids = Tokenizer::from_dir(&dir)?.encode(&text, true)?;
             let window = args
                 .model
@@ -44,7 +47,7 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
             let baseline = args.compare.as_deref().map(|compare| {
                 let (dir, dtype) = match compare {
                     "bf16" => (dir.clone(), DtypeArg::Bf16),
-                    other => (open::model_dir(other)?, args.model.place.dtype),
+                    other => (models::dir(other, None, hub)?, args.model.place.dtype),
                 };
                 let place = PlaceArgs {
                     dtype,

@@ -3,9 +3,19 @@
 mod args;
 mod bench;
 mod ceilings;
+mod chat;
+mod doctor;
 mod eval;
+mod files;
+mod inventory;
+mod manual;
+mod memory;
+mod models;
 mod open;
+mod plan;
+mod pulling;
 mod run;
+mod show;
 mod tokenize;
 mod voice;
 
@@ -21,9 +31,17 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     let result = match &cli.verb {
         Verb::Run(args) => run::run(args, start),
+        Verb::Pull(args) => inventory::pull(args),
+        Verb::List(args) => inventory::list(args),
+        Verb::Rm(args) => inventory::rm(args),
+        Verb::Show(args) => show::show(args),
+        Verb::Plan(args) => plan::plan(args),
+        Verb::Doctor(args) => doctor::doctor(args),
         Verb::Tokenize(args) => tokenize::tokenize(args),
         Verb::Eval(args) => eval::eval(args),
         Verb::Bench(args) => bench::bench(args),
+        Verb::Completions(args) => manual::completions(args),
+        Verb::Man(args) => manual::man(args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -39,6 +57,11 @@ fn main() -> ExitCode {
 /// The command line asks for something that makes no sense: exit code 2.
 #[derive(Debug)]
 struct WrongUsage(String);
+
+/// A [`WrongUsage`].
+fn usage(reason: impl std::fmt::Display) -> anyhow::Error {
+    WrongUsage(reason.to_string()).into()
+}
 
 impl std::fmt::Display for WrongUsage {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {

@@ -1,9 +1,9 @@
 //! From a name on the command line to a model that runs: which directory, which device, how much memory.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Instant;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use tileinfer::backend::{Backend, ComputeType, ReferenceBackend};
 use tileinfer::config::ModelConfig;
 use tileinfer::engine::StepLoop;
@@ -13,45 +13,35 @@ use tileinfer::runner::{ModelRunner, Runner, RunnerOptions};
 use tileinfer::weights::{Checkpoint, Dtype, HostModel};
 use tileinfer_cpu::CpuBackend;
 
-use crate::args::{DtypeArg, PlaceArgs};
+use crate::args::{DeviceArg, DtypeArg, PlaceArgs};
+use crate::memory::{self, readable};
 use crate::voice::Voice;
 
 /// Rows of one step on a CPU: more would not be faster.
 const CPU_ROWS: usize = 512;
 
-/// The directory that `model` names.
-pub(crate) fn model_dir(model: &str) -> Result<PathBuf> {
-    let path = Path::new(model);
-    if model.ends_with(".gguf") {
-        bail!(
-            "{model} is a GGUF file, which is not supported yet: use a directory with config.json and safetensors"
-        );
-    }
-    if path.is_dir() {
-        return Ok(path.to_owned());
-    }
-    if path.exists() {
-        bail!("{model} is a file: give the directory that holds config.json and the weights");
-    }
-    bail!("there is no directory {model}")
-}
-
 /// The kinds of device that a model can run on here.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Device {
+pub(crate) enum Device {
     Cpu,
     Reference,
 }
 
 impl Device {
-    fn parse(text: &str) -> Result<Self> {
-        match text {
-            "auto" | "cpu" => Ok(Device::Cpu),
-            "reference" => Ok(Device::Reference),
-            _ if text == "cuda" || text.starts_with("cuda:") => {
-                bail!("this tileinfer was built without CUDA: use --device cpu")
-            }
-            _ => bail!("there is no device '{text}': use auto, cpu or reference"),
+    /// What `--device` asks for.
+    pub(crate) fn choose(asked: DeviceArg) -> Result<Self> {
+        match asked {
+            DeviceArg::Auto | DeviceArg::Cpu => Ok(Device::Cpu),
+            DeviceArg::Reference => Ok(Device::Reference),
+            DeviceArg::Cuda => bail!("this tileinfer was built without CUDA: use --device cpu"),
+        }
+    }
+
+    /// The word for it in `--json`.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Device::Cpu => "cpu",
+            Device::Reference => "reference",
         }
     }
 }
@@ -82,6 +72,9 @@ pub(crate) fn open(
     voice: &Voice,
 ) -> Result<Opened> {
     let start = Instant::now();
+    // Before the weights are mapped: they are part of the plan, and of what a limit on the address space counts.
+    let available = memory::available();
+    let device = Device::choose(place.device)?;
     let config = ModelConfig::from_dir(dir)?;
     let checkpoint = Checkpoint::open(dir)?;
     let compute = compute_type(place.dtype);
@@ -100,7 +93,9 @@ pub(crate) fn open(
             ));
         }
     }
-    let mut opened = place_model(config, &host, compute, place, purpose, voice)?;
+    let mut opened = place_model(
+        config, &host, compute, device, place, purpose, available, voice,
+    )?;
     opened.load_seconds = start.elapsed().as_secs_f64();
     Ok(opened)
 }
@@ -113,13 +108,14 @@ pub(crate) fn open_random(
     voice: &Voice,
 ) -> Result<Opened> {
     let start = Instant::now();
+    let device = Device::choose(place.device)?;
     let bytes = config.weights_bytes(2);
-    let available = available_memory();
+    let available = memory::available();
     if bytes > available {
         bail!(
             "random weights take {} and {} of memory are available",
-            gigabytes(bytes),
-            gigabytes(available)
+            readable(bytes),
+            readable(available)
         );
     }
     let host = HostModel::random(&config, 1);
@@ -127,15 +123,35 @@ pub(crate) fn open_random(
         config,
         &host,
         compute_type(place.dtype),
+        device,
         place,
         purpose,
+        available,
         voice,
     )?;
     opened.load_seconds = start.elapsed().as_secs_f64();
     Ok(opened)
 }
 
-fn compute_type(dtype: DtypeArg) -> ComputeType {
+/// The plan of a model whose matrices take `weights_bytes`.
+pub(crate) fn memory_plan(
+    config: &ModelConfig,
+    weights_bytes: u64,
+    compute: ComputeType,
+    sequences: usize,
+) -> MemoryPlan {
+    // A CPU keeps activations in f32 words, whatever they are rounded to.
+    MemoryPlan::new(config, weights_bytes, compute, 4, CPU_ROWS, sequences)
+}
+
+/// Threads that work, asked for or all that this process may use.
+pub(crate) fn threads(place: &PlaceArgs) -> usize {
+    let all = || std::thread::available_parallelism().map_or(1, usize::from);
+    place.threads.unwrap_or_else(all)
+}
+
+/// What `--dtype` asks for.
+pub(crate) fn compute_type(dtype: DtypeArg) -> ComputeType {
     match dtype {
         DtypeArg::Auto | DtypeArg::Bf16 => ComputeType::Bf16,
         DtypeArg::F32 => ComputeType::F32,
@@ -146,25 +162,16 @@ fn place_model(
     config: ModelConfig,
     host: &HostModel,
     compute: ComputeType,
+    device: Device,
     place: &PlaceArgs,
     purpose: Purpose,
+    available: u64,
     voice: &Voice,
 ) -> Result<Opened> {
-    let threads = match place.threads {
-        Some(0) => bail!("--threads 0: at least one thread has to work"),
-        Some(threads) => threads,
-        None => std::thread::available_parallelism().map_or(1, usize::from),
-    };
+    let threads = threads(place);
     let weights_bytes = host.bytes();
-    let plan = MemoryPlan::new(
-        &config,
-        weights_bytes,
-        compute,
-        4,
-        CPU_ROWS,
-        purpose.sequences,
-    );
-    let length = context_length(&config, &plan, place, purpose, voice)?;
+    let plan = memory_plan(&config, weights_bytes, compute, purpose.sequences);
+    let length = context_length(&config, &plan, place, purpose, available, voice)?;
     let per_sequence = length.div_ceil(tileinfer::kv::PAGE_SIZE);
     let options = RunnerOptions {
         pages: per_sequence * purpose.sequences,
@@ -172,7 +179,7 @@ fn place_model(
         max_spans: purpose.sequences,
         ..RunnerOptions::for_length(length)
     };
-    let runner: Box<dyn Runner> = match Device::parse(&place.device)? {
+    let runner: Box<dyn Runner> = match device {
         Device::Cpu => runner(
             CpuBackend::new(compute, threads),
             &config,
@@ -227,13 +234,10 @@ fn context_length(
     plan: &MemoryPlan,
     place: &PlaceArgs,
     purpose: Purpose,
+    available: u64,
     voice: &Voice,
 ) -> Result<usize> {
     let most = config.max_position_embeddings;
-    if place.ctx_size == Some(0) {
-        bail!("--ctx-size 0: a context needs at least one token");
-    }
-    let available = available_memory();
     let fits = plan.max_context(available) as usize / purpose.sequences.max(1);
     let wanted = place.ctx_size.or(purpose.length);
     if let Some(wanted) = wanted {
@@ -244,17 +248,19 @@ fn context_length(
         }
         if wanted > fits {
             let kv = plan.kv_bytes_per_token * (wanted * purpose.sequences) as u64;
-            let (weights, all) = (gigabytes(plan.weights_bytes), gigabytes(available));
+            let (weights, all) = (readable(plan.weights_bytes), readable(available));
             bail!(
                 "a context of {wanted} tokens takes {} beside {weights} of weights, and {all} of memory are available: {fits} tokens fit (--ctx-size {fits})",
-                gigabytes(kv)
+                readable(kv)
             );
         }
         return Ok(wanted);
     }
     if fits == 0 {
-        let (weights, all) = (gigabytes(plan.weights_bytes), gigabytes(available));
-        bail!("the model's weights take {weights} and {all} of memory are available");
+        let (weights, all) = (readable(plan.weights_bytes), readable(available));
+        bail!(
+            "the model's weights take {weights} and {all} of memory are available: close other programs, or choose a smaller model"
+        );
     }
     if fits < most {
         voice.note(&format!(
@@ -262,42 +268,4 @@ fn context_length(
         ));
     }
     Ok(most.min(fits))
-}
-
-/// Bytes that this process may still take: what the kernel calls available, or the address-space limit.
-pub(crate) fn available_memory() -> u64 {
-    let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let available = meminfo.lines().find_map(|line| {
-        line.strip_prefix("MemAvailable:")?
-            .trim()
-            .strip_suffix("kB")?
-            .trim()
-            .parse::<u64>()
-            .ok()
-    });
-    available.map_or(u64::MAX, |kilobytes| kilobytes * 1024)
-}
-
-/// `bytes` for a person.
-pub(crate) fn gigabytes(bytes: u64) -> String {
-    if bytes >= 1_000_000_000 {
-        format!("{:.1} GB", bytes as f64 / 1e9)
-    } else {
-        format!("{:.0} MB", bytes as f64 / 1e6)
-    }
-}
-
-/// The text of `path`; `-` is standard input.
-pub(crate) fn read_text(path: &Path) -> Result<String> {
-    if path == Path::new("-") {
-        return std::io::read_to_string(std::io::stdin()).context("reading standard input");
-    }
-    std::fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))
-}
-
-/// The JSON array of token ids in `path`.
-pub(crate) fn read_ids(path: &Path) -> Result<Vec<u32>> {
-    let text = read_text(path)?;
-    serde_json::from_str(&text)
-        .with_context(|| format!("{} is not a JSON array of token ids", path.display()))
 }

@@ -1,8 +1,8 @@
-//! `tileinfer run`: one prompt, one answer.
+//! `tileinfer run`: one prompt, one answer. Without a prompt, on a terminal, a chat.
 
 use std::io::{IsTerminal, Read, Write};
 use std::ops::ControlFlow;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -11,39 +11,97 @@ use serde_json::json;
 use tileinfer::chat::{ChatMessage, ChatRequest, ChatTemplate};
 use tileinfer::config::ModelConfig;
 use tileinfer::engine::GenerationOptions;
-use tileinfer::generate::{Answer, answer};
+use tileinfer::generate::{Answer, GenerationStats, answer};
 use tileinfer::sampling::{SamplingParams, generation_defaults, random_seed};
 use tileinfer::tokenizer::Tokenizer;
 
-use crate::WrongUsage;
 use crate::args::{RunArgs, SamplingArgs};
+use crate::chat;
+use crate::files;
+use crate::models;
 use crate::open::{self, Opened, Purpose};
+use crate::usage;
 use crate::voice::Voice;
 
 pub(crate) fn run(args: &RunArgs, process_start: Instant) -> Result<()> {
-    let voice = Voice::new(&args.model.place.voice);
-    let prompt = typed_prompt(args)?;
-    let dir = open::model_dir(&args.model.model)?;
+    let voice = Voice::new(args.model.voice);
+    let Some(prompt) = typed_prompt(args)? else {
+        return chat::chat(&open_model(args, &voice)?, args, voice);
+    };
+    let model = open_model(args, &voice)?;
+    let ids = prompt_ids(args, &prompt, &model, &voice)?;
+    answer_once(args, model, &ids, &voice, process_start)
+}
+
+/// The small files of a model.
+pub(crate) struct Model {
+    pub(crate) dir: PathBuf,
+    pub(crate) tokenizer: Tokenizer,
+    pub(crate) settings: Settings,
+}
+
+fn open_model(args: &RunArgs, voice: &Voice) -> Result<Model> {
+    let name = &args.model.name;
+    let revision = args.revision.revision.as_deref();
+    let dir = models::dir_or_pull(&name.model, revision, name.hub, voice)?;
     let config = ModelConfig::from_dir(&dir)?;
     let tokenizer = Tokenizer::from_dir(&dir)?;
-    let ids = prompt_ids(args, &prompt, &dir, &tokenizer, &voice)?;
-    let settings = Settings::new(&args.sampling, &dir, &config)?;
-    settings.say(&voice);
+    let mut settings = Settings::new(&args.sampling, &dir, &config)?;
+    if args.ignore_eos {
+        settings.stop_ids.clear();
+    }
+    settings.say(voice);
+    Ok(Model {
+        dir,
+        tokenizer,
+        settings,
+    })
+}
 
+/// The template that is asked for, or the model's own.
+pub(crate) fn template(args: &RunArgs, dir: &Path) -> Result<ChatTemplate> {
+    Ok(match &args.chat_template {
+        Some(file) => ChatTemplate::from_file(file, dir)?,
+        None => ChatTemplate::load(dir)?,
+    })
+}
+
+/// Whether the model is to reason first, if that was said and it makes a difference.
+pub(crate) fn thinking(args: &RunArgs, template: &ChatTemplate, voice: &Voice) -> Option<bool> {
+    if !args.think && !args.no_think {
+        return None;
+    }
+    if !template.supports_thinking() {
+        voice.note(
+            "the model's chat template knows no thinking: --think and --no-think change nothing",
+        );
+        return None;
+    }
+    Some(args.think)
+}
+
+fn answer_once(
+    args: &RunArgs,
+    model: Model,
+    ids: &[u32],
+    voice: &Voice,
+    process_start: Instant,
+) -> Result<()> {
+    let Model {
+        dir,
+        tokenizer,
+        settings,
+    } = model;
     let purpose = Purpose {
         sequences: 1,
         length: None,
     };
-    let mut opened = open::open(&dir, &args.model.place, purpose, &voice)?;
+    let mut opened = open::open(&dir, &args.model.place, purpose, voice)?;
     let options = GenerationOptions {
         sampling: Arc::new(settings.sampling.clone()),
         seed: settings.seed,
         max_tokens: args.max_tokens,
-        stop_ids: if args.ignore_eos {
-            [].into()
-        } else {
-            settings.stop_ids.clone().into()
-        },
+        stop_ids: settings.stop_ids.clone().into(),
         vocabulary: tokenizer.vocab_size(),
         top_logprobs: None,
     };
@@ -73,7 +131,7 @@ pub(crate) fn run(args: &RunArgs, process_start: Instant) -> Result<()> {
         &mut opened.steps,
         &tokenizer,
         sequence,
-        &ids,
+        ids,
         options,
         &args.stop,
         &mut on_progress,
@@ -98,50 +156,51 @@ pub(crate) fn run(args: &RunArgs, process_start: Instant) -> Result<()> {
             "the answer is cut off: the context of {limit} tokens is full (--ctx-size)"
         ));
     }
-    voice.detail(&statistics(&answer));
+    voice.detail(&statistics(&answer.generated.stats));
     Ok(())
 }
 
-/// What was typed and what was piped in; none where the prompt is ids.
-fn typed_prompt(args: &RunArgs) -> Result<String> {
+/// What was typed and what was piped in, empty where the prompt is ids; none where there is to be a chat.
+fn typed_prompt(args: &RunArgs) -> Result<Option<String>> {
     if args.prompt_ids.is_some() {
-        return Ok(String::new());
+        return Ok(Some(String::new()));
+    }
+    let stdin = std::io::stdin();
+    if stdin.is_terminal() {
+        if args.prompt.is_some() {
+            return Ok(args.prompt.clone());
+        }
+        if args.json || !std::io::stdout().is_terminal() {
+            return Err(usage(
+                "give a PROMPT, or pipe one in: there is a chat only where both input and output are a terminal",
+            ));
+        }
+        return Ok(None);
     }
     let mut piped = String::new();
-    let stdin = std::io::stdin();
-    if !stdin.is_terminal() {
-        stdin
-            .lock()
-            .read_to_string(&mut piped)
-            .context("reading standard input as the prompt")?;
-    }
+    stdin
+        .lock()
+        .read_to_string(&mut piped)
+        .context("reading standard input as the prompt")?;
     let piped = piped.trim_end_matches(['\r', '\n']);
     match (&args.prompt, piped.is_empty()) {
-        (Some(prompt), true) => Ok(prompt.clone()),
-        (Some(prompt), false) => Ok(format!("{prompt}\n\n{piped}")),
-        (None, false) => Ok(piped.to_owned()),
-        (None, true) => Err(WrongUsage("give a PROMPT, or pipe one in".to_owned()).into()),
+        (Some(prompt), true) => Ok(Some(prompt.clone())),
+        (Some(prompt), false) => Ok(Some(format!("{prompt}\n\n{piped}"))),
+        (None, false) => Ok(Some(piped.to_owned())),
+        (None, true) => Err(usage("give a PROMPT, or pipe one in")),
     }
 }
 
 /// The prompt as the model reads it.
-fn prompt_ids(
-    args: &RunArgs,
-    prompt: &str,
-    dir: &Path,
-    tokenizer: &Tokenizer,
-    voice: &Voice,
-) -> Result<Vec<u32>> {
+fn prompt_ids(args: &RunArgs, prompt: &str, model: &Model, voice: &Voice) -> Result<Vec<u32>> {
+    let tokenizer = &model.tokenizer;
     if let Some(file) = &args.prompt_ids {
-        return open::read_ids(file);
+        return files::read_ids(file);
     }
     if args.raw {
         return Ok(tokenizer.encode(prompt, true)?);
     }
-    let template = match &args.chat_template {
-        Some(file) => ChatTemplate::from_file(file, dir)?,
-        None => ChatTemplate::load(dir)?,
-    };
+    let template = template(args, &model.dir)?;
     let mut messages = Vec::new();
     messages.extend(
         args.system
@@ -150,14 +209,10 @@ fn prompt_ids(
     );
     messages.push(ChatMessage::new("user", prompt));
     let mut request = ChatRequest::answer(&messages);
-    if args.think || args.no_think {
-        if template.supports_thinking() {
-            request
-                .variables
-                .insert("enable_thinking".to_owned(), args.think.into());
-        } else {
-            voice.note("the model's chat template knows no thinking: --think and --no-think change nothing");
-        }
+    if let Some(thinking) = thinking(args, &template, voice) {
+        request
+            .variables
+            .insert("enable_thinking".to_owned(), thinking.into());
     }
     let text = template.render(&template.accommodate(request)?)?;
     Ok(tokenizer.encode(&text, false)?)
@@ -187,7 +242,7 @@ impl Settings {
         set(&mut sampling.presence_penalty, args.presence_penalty);
         set(&mut sampling.frequency_penalty, args.frequency_penalty);
         sampling.logit_bias.extend(&args.logit_bias);
-        sampling.validate()?;
+        sampling.validate().map_err(usage)?;
         let seed = match args.seed {
             Some(seed) => seed,
             None => random_seed()?,
@@ -202,37 +257,12 @@ impl Settings {
 
     /// Says what is in force, so that an answer can be had again.
     pub(crate) fn say(&self, voice: &Voice) {
-        let SamplingParams {
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            repetition_penalty,
-            ..
-        } = self.sampling;
         let origin = if self.from_file {
             " (defaults from generation_config.json)"
         } else {
             ""
         };
-        if self.sampling.is_greedy() {
-            voice.note(&format!("sampling: greedy{origin}"));
-            return;
-        }
-        let mut words = format!("sampling: temperature {temperature}");
-        for (name, value, off) in [
-            ("top-p", top_p, 1.0),
-            ("min-p", min_p, 0.0),
-            ("repetition-penalty", repetition_penalty, 1.0),
-        ] {
-            if value != off {
-                words += &format!(", {name} {value}");
-            }
-        }
-        if top_k != 0 {
-            words += &format!(", top-k {top_k}");
-        }
-        voice.note(&format!("{words}, seed {}{origin}", self.seed));
+        voice.note(&format!("{}{origin}", describe(&self.sampling, self.seed)));
     }
 
     /// The effective values.
@@ -241,6 +271,29 @@ impl Settings {
         value["seed"] = json!(self.seed);
         value
     }
+}
+
+/// One line of what is in force.
+pub(crate) fn describe(sampling: &SamplingParams, seed: u64) -> String {
+    if sampling.is_greedy() {
+        return "sampling: greedy".to_owned();
+    }
+    let mut words = format!("sampling: temperature {}", sampling.temperature);
+    for (name, value, off) in [
+        ("top-p", sampling.top_p, 1.0),
+        ("min-p", sampling.min_p, 0.0),
+        ("repetition-penalty", sampling.repetition_penalty, 1.0),
+        ("presence-penalty", sampling.presence_penalty, 0.0),
+        ("frequency-penalty", sampling.frequency_penalty, 0.0),
+    ] {
+        if value != off {
+            words += &format!(", {name} {value}");
+        }
+    }
+    if sampling.top_k != 0 {
+        words += &format!(", top-k {}", sampling.top_k);
+    }
+    format!("{words}, seed {seed}")
 }
 
 fn report(
@@ -271,11 +324,12 @@ fn report(
     })
 }
 
-fn statistics(answer: &Answer) -> String {
-    let stats = &answer.generated.stats;
+/// One line of what an answer cost.
+pub(crate) fn statistics(stats: &GenerationStats) -> String {
     format!(
-        "{} prompt tokens at {:.0} tokens/s, {} generated at {:.1} tokens/s, first after {:.2} s",
+        "{} prompt tokens ({} from the cache) at {:.0} tokens/s, {} generated at {:.1} tokens/s, first after {:.2} s",
         stats.prompt_tokens,
+        stats.cached_tokens,
         stats.prefill_rate(),
         stats.completion_tokens,
         stats.decode_rate(),

@@ -9,9 +9,10 @@ use serde_json::{Value, json};
 use tileinfer::chat::{ChatRequest, ChatTemplate};
 use tileinfer::tokenizer::Tokenizer;
 
-use crate::WrongUsage;
 use crate::args::TokenizeArgs;
-use crate::open;
+use crate::files;
+use crate::models;
+use crate::usage;
 
 /// What a directory has: a tokenizer, a template, or both. Each is an error only once it is needed.
 struct Files {
@@ -89,25 +90,23 @@ impl Files {
 }
 
 pub(crate) fn tokenize(args: &TokenizeArgs) -> Result<()> {
-    let files = Files::open(&open::model_dir(&args.model)?);
+    let files = Files::open(&models::dir(&args.name.model, None, args.name.hub)?);
     if let Some(path) = &args.jsonl {
         return jsonl(&files, path);
     }
     let answer = if let Some(ids) = &args.decode {
         files.decode(ids, args.skip_special)?
     } else if let Some(path) = &args.chat {
-        let text = open::read_text(path)?;
+        let text = files::read_text(path)?;
         let request: ChatRequest = serde_json::from_str(&text)
             .with_context(|| format!("{} is not a chat request", path.display()))?;
         files.chat(&request)?
     } else if let Some(path) = &args.file {
-        files.encode(&open::read_text(path)?, args.special)?
+        files.encode(&files::read_text(path)?, args.special)?
     } else if let Some(text) = &args.text {
         files.encode(text, args.special)?
     } else {
-        return Err(
-            WrongUsage("give a TEXT, or --file, --decode, --chat or --jsonl".to_owned()).into(),
-        );
+        return Err(usage("give a TEXT, or --file, --decode, --chat or --jsonl"));
     };
     let mut out = std::io::stdout().lock();
     match (args.json, answer.get("text"), answer.get("ids")) {

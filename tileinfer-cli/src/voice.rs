@@ -15,11 +15,21 @@ pub(crate) struct Voice {
 }
 
 impl Voice {
-    pub(crate) fn new(args: &VoiceArgs) -> Self {
+    pub(crate) fn new(args: VoiceArgs) -> Self {
         Voice {
             quiet: args.quiet,
             verbose: args.verbose,
         }
+    }
+
+    /// Whether nothing but errors is to be said.
+    pub(crate) fn is_quiet(&self) -> bool {
+        self.quiet
+    }
+
+    /// Whether more than usual is to be said.
+    pub(crate) fn is_verbose(&self) -> bool {
+        self.verbose
     }
 
     /// Says what the user should know.

@@ -23,7 +23,10 @@ pub use stop::{StopStrings, StopText};
 
 /// A model's tokenizer. Clones share one copy of the vocabulary.
 #[derive(Clone)]
-pub struct Tokenizer(Arc<Inner>);
+pub struct Tokenizer(Arc<Inner>, Shown);
+
+/// Special tokens that are not left out with the others.
+type Shown = Arc<[String]>;
 
 struct Inner {
     /// Named in errors.
@@ -82,12 +85,21 @@ impl Tokenizer {
             .map_err(|error| bad(error.to_string()))?
             .with_padding(None);
         let decoding = Decoding::new(vocabulary.get_decoder()).map_err(bad)?;
-        Ok(Self(Arc::new(Inner {
+        let inner = Inner {
             path: path.to_owned(),
             vocabulary,
             decoding,
             vocab_size: OnceLock::new(),
-        })))
+        };
+        Ok(Self(Arc::new(inner), Arc::default()))
+    }
+
+    /// The same tokenizer, whose `skip_special` leaves these tokens in: those that mark a model's reasoning
+    /// are part of its text for some readers.
+    #[must_use]
+    pub fn showing(&self, tokens: &[&str]) -> Self {
+        let shown = tokens.iter().map(|&token| token.to_owned()).collect();
+        Self(Arc::clone(&self.0), shown)
     }
 
     /// Token ids of `text`. Tokens spelled out in the text, such as `<|im_end|>`, become their ids;
@@ -202,10 +214,8 @@ impl Tokenizer {
     }
 
     fn is_special_token(&self, token: &str) -> bool {
-        self.0
-            .vocabulary
-            .get_added_vocabulary()
-            .is_special_token(token)
+        let added = self.0.vocabulary.get_added_vocabulary();
+        added.is_special_token(token) && !self.1.iter().any(|shown| shown == token)
     }
 
     /// What a token adds to a text, `None` if no token has the id or it is to be skipped.

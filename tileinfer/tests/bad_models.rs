@@ -295,7 +295,7 @@ fn absurd_sizes_in_the_weights() {
         (json!([0]), "is BF16 [0] but has 128 bytes"),
     ] {
         edit_header(&dir, |header| {
-            header["model.norm.weight"]["shape"] = shape.clone()
+            header["model.norm.weight"]["shape"] = shape.clone();
         });
         assert_eq!(
             refused(&dir),

@@ -9,10 +9,12 @@
 mod accommodate;
 mod builtin;
 mod python;
+mod reasoning;
 mod request;
 mod source;
 mod template;
 
 pub use builtin::chat_prompt;
+pub use reasoning::{AnswerPart, ReasoningMarks, ReasoningSplit};
 pub use request::{ChatMessage, ChatRequest};
 pub use template::ChatTemplate;

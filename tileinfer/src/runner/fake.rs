@@ -183,12 +183,9 @@ impl Runner for FakeRunner {
 
     fn read(&mut self, ticket: Ticket) -> Result<StepOutput> {
         std::thread::sleep(self.latency);
-        match self
-            .flight
-            .pop_front_if(|(launched, _)| *launched == ticket.0)
-        {
-            Some((_, output)) => Ok(output),
-            None => Err(Error::Bug("steps are read out of order".to_owned())),
+        match self.flight.pop_front() {
+            Some((launched, output)) if launched == ticket.0 => Ok(output),
+            _ => Err(Error::Bug("steps are read out of order".to_owned())),
         }
     }
 }

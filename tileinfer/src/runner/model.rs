@@ -246,13 +246,13 @@ impl<B: Backend> Runner for ModelRunner<B> {
     }
 
     fn read(&mut self, ticket: Ticket) -> Result<StepOutput> {
-        let Some(Flight {
+        let Flight {
             mut output,
             samples,
             ..
-        }) = self.flight.pop_front_if(|flight| flight.ticket == ticket.0)
-        else {
-            return Err(Error::Bug("steps are read out of order".to_owned()));
+        } = match self.flight.pop_front() {
+            Some(flight) if flight.ticket == ticket.0 => flight,
+            _ => return Err(Error::Bug("steps are read out of order".to_owned())),
         };
         if samples.iter().any(|&count| count > 0) {
             let step = if ticket.0 == self.launched {

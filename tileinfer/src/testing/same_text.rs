@@ -2,6 +2,7 @@
 //! logits, key and value are those of one pass over the whole text, and whatever crowd an answer is drawn in,
 //! its tokens are those it has alone. Knows no numbers of any model: a backend is compared with itself.
 
+use std::hash::{Hash, Hasher};
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::Arc;
@@ -33,27 +34,42 @@ const PAGES: usize = 256;
 const LENGTH: usize = 300;
 
 /// Holds backends that `make` makes to the promise on every model of [`SAME_TEXT_MODELS`] in `golden` (a
-/// folder with `models`). Backends with threads are to be tried with several counts by the caller.
-pub fn same_text<B: Backend>(make: &dyn Fn(ComputeType) -> B, golden: &Path) {
-    for name in SAME_TEXT_MODELS {
-        same_text_model(make, golden, name);
-    }
+/// folder with `models`). Backends with threads are to be tried with several counts by the caller, who can
+/// compare what comes back: a hash of the bits of all logits, keys and values and of the answers.
+pub fn same_text<B: Backend>(make: &dyn Fn(ComputeType) -> B, golden: &Path) -> u64 {
+    let models = SAME_TEXT_MODELS.map(|name| same_text_model(make, golden, name));
+    hash(&models)
 }
 
 /// [`same_text`] on one model.
-pub fn same_text_model<B: Backend>(make: &dyn Fn(ComputeType) -> B, golden: &Path, name: &str) {
+pub fn same_text_model<B: Backend>(
+    make: &dyn Fn(ComputeType) -> B,
+    golden: &Path,
+    name: &str,
+) -> u64 {
     let dir = golden.join("models").join(name);
-    for kind in [ComputeType::F32, ComputeType::Bf16] {
+    let kinds = [ComputeType::F32, ComputeType::Bf16].map(|kind| {
         let mut suite = Suite::new(make(kind), &dir, format!("{name}, {kind:?}"));
         suite.chunks();
         suite.mixed_steps();
         suite.other_texts_beside();
         suite.cached_prefixes();
         suite.retired_pages();
-        for depth in [1, 2] {
-            crowd(&make, &dir, kind, depth);
-        }
-    }
+        let answers = [1, 2].map(|depth| crowd(&make, &dir, kind, depth));
+        assert_eq!(
+            answers[0], answers[1],
+            "{name}, {kind:?}: one and two steps in flight"
+        );
+        hash(&(&suite.text.logits, &suite.text.cached, answers))
+    });
+    hash(&kinds)
+}
+
+/// The same for the same values, on every machine.
+fn hash(values: &impl Hash) -> u64 {
+    let mut hasher = std::hash::DefaultHasher::new();
+    values.hash(&mut hasher);
+    hasher.finish()
 }
 
 /// What one pass over a text computes.
@@ -212,10 +228,20 @@ impl<B: Backend> Suite<B> {
     /// Chunks of every kind, one row at a time included: what decode writes is what prefill writes. The
     /// pages are shuffled where those of the one pass were in order.
     fn chunks(&mut self) {
-        for chunk in [1, 3, 16, 61, LENGTH] {
-            let how = format!("in chunks of {chunk}");
+        // Single tokens, which take the longest, at the beginning and across the end of a block of keys.
+        let plans: [&[(usize, usize)]; 5] = [
+            &[(1, 40), (190, 230), (1, LENGTH)],
+            &[(3, LENGTH)],
+            &[(16, LENGTH)],
+            &[(61, LENGTH)],
+            &[(LENGTH, LENGTH)],
+        ];
+        for plan in plans {
+            let how = format!("in chunks of (rows, up to) {plan:?}");
             let mut sequence = self.sequence();
-            self.run_text(&how, &mut sequence, chunk, LENGTH);
+            for &(chunk, end) in plan {
+                self.run_text(&how, &mut sequence, chunk, end);
+            }
             self.same_cached(&how, &sequence, 0);
         }
     }
@@ -362,8 +388,14 @@ impl<B: Backend> Suite<B> {
     }
 }
 
-/// Sampled answers: in a crowd that comes and goes as alone, and streamed as whole.
-fn crowd<B: Backend>(make: &dyn Fn(ComputeType) -> B, dir: &Path, kind: ComputeType, depth: usize) {
+/// The answers of sampled requests, which are the same that comes and goes as alone,
+/// and streamed as whole.
+fn crowd<B: Backend>(
+    make: &dyn Fn(ComputeType) -> B,
+    dir: &Path,
+    kind: ComputeType,
+    depth: usize,
+) -> Vec<Vec<u32>> {
     let what = format!("{}, {kind:?}, {depth} steps in flight", dir.display());
     let tokenizer = Tokenizer::from_dir(dir).unwrap();
     let runner = load(make(kind), dir, &options()).with_depth(depth);
@@ -505,6 +537,7 @@ fn crowd<B: Backend>(make: &dyn Fn(ComputeType) -> B, dir: &Path, kind: ComputeT
             "{what}"
         );
     }
+    alone
 }
 
 fn options() -> RunnerOptions {

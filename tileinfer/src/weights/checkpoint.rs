@@ -3,7 +3,7 @@
 //! Which tensors a model needs is not known here. `consolidated.safetensors`, which some repositories carry beside the
 //! others, holds the same weights in another order and is never looked at.
 
-use super::safetensors::{Dtype, Header, shown};
+use super::safetensors::{Dtype, Header, TensorInfo, shown};
 use crate::{Error, Result};
 use memmap2::Mmap;
 use serde::Deserialize;
@@ -191,6 +191,17 @@ impl Checkpoint {
     /// The names of all tensors, sorted.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
+    }
+
+    /// All tensors as the headers describe them, by name.
+    pub fn tensors(&self) -> Vec<TensorInfo> {
+        let info = |(name, located): (&String, &Located)| TensorInfo {
+            name: name.clone(),
+            dtype: located.dtype,
+            shape: located.shape.clone(),
+            range: located.range.clone(),
+        };
+        self.tensors.iter().map(info).collect()
     }
 
     /// Bytes of all tensors together.

@@ -3,7 +3,7 @@
 //! The names are those of the classes in transformers. It decided not to know what the weights are multiplied with.
 
 use super::checkpoint::Checkpoint;
-use super::safetensors::shown;
+use super::safetensors::{TensorInfo, shown};
 use super::tensor::{ComputeType, Weight, WeightPart};
 use crate::config::{Activation, AttentionBias, Family, ModelConfig};
 use crate::{Error, Result};
@@ -165,6 +165,20 @@ impl HostModel {
             .flat_map(|layer| [&layer.qkv, &layer.o, &layer.gate_up, &layer.down]);
         let tables = std::iter::once(&self.embed).chain(&self.head);
         tables.chain(layers).map(Weight::bytes).sum()
+    }
+
+    /// What [`bytes`](Self::bytes) will be once `tensors`, all those of a model's files, are loaded: the matrices of
+    /// the text model, in bf16 unless `compute` keeps them as they are.
+    pub fn bytes_of(tensors: &[TensorInfo], compute: ComputeType) -> u64 {
+        let is_text = |name: &str| !NOT_TEXT.iter().any(|part| name.starts_with(part));
+        tensors
+            .iter()
+            .filter(|tensor| tensor.shape.len() == 2 && is_text(&tensor.name))
+            .map(|tensor| match compute {
+                ComputeType::F32 => tensor.range.len() as u64,
+                ComputeType::Bf16 => (tensor.range.len() / tensor.dtype.size().max(1) * 2) as u64,
+            })
+            .sum()
     }
 
     fn convert(&mut self, compute: ComputeType) {
