@@ -97,6 +97,13 @@ Only config.json and the headers of the weights are read, on the hub with a few 
   tileinfer bench Qwen/Qwen3-0.6B
   tileinfer bench --random qwen3-0.6b --prompt-tokens 256 --gen-tokens 64 --json")]
     Bench(BenchArgs),
+    /// Serve a model over HTTP, through the API of OpenAI
+    #[command(after_help = "Examples:
+  tileinfer serve models/smollm2-135m-instruct
+  tileinfer serve Qwen/Qwen3-0.6B --address 0.0.0.0:8000 --api-key secret
+  curl localhost:8080/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{\"model\":\"any\",\"messages\":[{\"role\":\"user\",\"content\":\"Hi\"}]}'")]
+    Serve(ServeArgs),
     /// Print the completions of a shell
     #[command(after_help = "Examples:
   tileinfer completions bash > ~/.local/share/bash-completion/completions/tileinfer
@@ -398,6 +405,30 @@ pub(crate) struct EvalArgs {
     /// Print one JSON object
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ServeArgs {
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+    /// A branch, tag or commit on the hub
+    #[arg(long, value_name = "REV")]
+    pub(crate) revision: Option<String>,
+    /// Where to listen
+    #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:8080")]
+    pub(crate) address: std::net::SocketAddr,
+    /// Ask clients for this key
+    #[arg(long, value_name = "KEY")]
+    pub(crate) api_key: Option<String>,
+    /// Let pages of this origin use the server (repeatable; * is any)
+    #[arg(long, value_name = "ORIGIN")]
+    pub(crate) cors_origin: Vec<String>,
+    /// The name that clients see (default: MODEL)
+    #[arg(long, value_name = "NAME")]
+    pub(crate) served_name: Option<String>,
+    /// Requests that run at once
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = at_least_one())]
+    pub(crate) max_sequences: usize,
 }
 
 #[derive(Debug, Args)]

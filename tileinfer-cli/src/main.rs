@@ -17,6 +17,7 @@ mod open;
 mod plan;
 mod pulling;
 mod run;
+mod serve;
 mod show;
 mod tokenize;
 mod voice;
@@ -43,6 +44,7 @@ fn main() -> ExitCode {
         Verb::Show(args) => show::show(args),
         Verb::Plan(args) => plan::plan(args),
         Verb::Doctor(args) => doctor::doctor(args),
+        Verb::Serve(args) => serve::serve(args),
         Verb::Tokenize(args) => tokenize::tokenize(args),
         Verb::Eval(args) => eval::eval(args),
         Verb::Bench(args) => bench::bench(args),
