@@ -163,8 +163,15 @@ pub(crate) struct PlaceArgs {
     pub(crate) ctx_size: Option<usize>,
 }
 
+/// No count of tokens, threads or sequences is larger; so sums of some of them cannot overflow.
+const MOST: u64 = 1 << 32;
+
+fn at_most() -> RangedU64ValueParser<usize> {
+    RangedU64ValueParser::new().range(0..=MOST)
+}
+
 fn at_least_one() -> RangedU64ValueParser<usize> {
-    RangedU64ValueParser::new().range(1..)
+    RangedU64ValueParser::new().range(1..=MOST)
 }
 
 /// What `--device` can say.
@@ -222,7 +229,7 @@ pub(crate) struct RunArgs {
     #[arg(value_name = "PROMPT")]
     pub(crate) prompt: Option<String>,
     /// Start from the token ids in FILE, a JSON array (implies --raw)
-    #[arg(long, value_name = "FILE", conflicts_with = "prompt")]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt", "system", "chat_template", "think", "no_think"])]
     pub(crate) prompt_ids: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) sampling: SamplingArgs,
@@ -456,7 +463,7 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "N", default_value_t = 128, value_parser = at_least_one())]
     pub(crate) gen_tokens: usize,
     /// Context that decoding starts at (default: the prompt)
-    #[arg(long, value_name = "TOKENS")]
+    #[arg(long, value_name = "TOKENS", value_parser = at_most())]
     pub(crate) depth: Option<usize>,
     /// Runs; medians are reported
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = at_least_one())]

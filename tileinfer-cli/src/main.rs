@@ -56,7 +56,7 @@ fn main() -> ExitCode {
         // Whoever read our output has seen enough.
         Err(error) if is_closed_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("tileinfer: {error:#}");
+            voice::say(format_args!("tileinfer: {error:#}"));
             ExitCode::from(if error.is::<WrongUsage>() { 2 } else { 1 })
         }
     }

@@ -296,10 +296,14 @@ fn place_model(
         Device::Cuda(gpu) => runner(gpu.backend(compute), &config, host, &options, length, voice)?,
     };
     let steps = StepLoop::new(runner);
-    voice.detail(&format!(
+    let running = format!(
         "running on {}, a context of {length} tokens",
         steps.device()
-    ));
+    );
+    match place.device {
+        DeviceArg::Auto => voice.note(&running),
+        _ => voice.detail(&running),
+    }
     Ok(Opened {
         config,
         steps,

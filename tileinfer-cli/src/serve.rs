@@ -25,7 +25,10 @@ pub(crate) fn serve(args: &ServeArgs) -> Result<()> {
         cors_origins: args.cors_origin.clone(),
         ..ServeOptions::default()
     };
-    let served = args.served_name.clone().unwrap_or_else(|| name.model.clone());
+    let served = args
+        .served_name
+        .clone()
+        .unwrap_or_else(|| name.model.clone());
     let (place, sequences) = (args.model.place.clone(), args.max_sequences);
     let load = move || load(&dir, served, &place, sequences, &voice);
     let ready = move |address| voice.note(&format!("listening on http://{address} (Ctrl-C stops)"));
@@ -42,9 +45,25 @@ fn load(
     let tokenizer = Tokenizer::from_dir(dir)?;
     let defaults = generation_defaults(dir, &ModelConfig::from_dir(dir)?.eos_token_ids)?;
     // Without a template there are completions all the same.
-    let template = ChatTemplate::load(dir).map_err(|error| voice.note(&error.to_string())).ok();
-    let purpose = Purpose { sequences, length: None, profile: None };
+    let template = ChatTemplate::load(dir)
+        .map_err(|error| voice.note(&error.to_string()))
+        .ok();
+    let purpose = Purpose {
+        sequences,
+        length: None,
+        profile: None,
+    };
     let opened = open::open(dir, place, purpose, voice)?;
-    let engine = Engine::start(opened.steps, Some(tokenizer.clone()), EngineOptions::default())?;
-    Ok(Model { name, engine, tokenizer, template, defaults })
+    let engine = Engine::start(
+        opened.steps,
+        Some(tokenizer.clone()),
+        EngineOptions::default(),
+    )?;
+    Ok(Model {
+        name,
+        engine,
+        tokenizer,
+        template,
+        defaults,
+    })
 }
