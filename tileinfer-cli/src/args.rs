@@ -97,6 +97,13 @@ Only config.json and the headers of the weights are read, on the hub with a few 
   tileinfer bench Qwen/Qwen3-0.6B
   tileinfer bench --random qwen3-0.6b --prompt-tokens 256 --gen-tokens 64 --json")]
     Bench(BenchArgs),
+    /// Serve a model over HTTP, through the API of OpenAI
+    #[command(after_help = "Examples:
+  tileinfer serve models/smollm2-135m-instruct
+  tileinfer serve Qwen/Qwen3-0.6B --address 0.0.0.0:8000 --api-key secret
+  curl localhost:8080/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{\"model\":\"any\",\"messages\":[{\"role\":\"user\",\"content\":\"Hi\"}]}'")]
+    Serve(ServeArgs),
     /// Print the completions of a shell
     #[command(after_help = "Examples:
   tileinfer completions bash > ~/.local/share/bash-completion/completions/tileinfer
@@ -156,8 +163,15 @@ pub(crate) struct PlaceArgs {
     pub(crate) ctx_size: Option<usize>,
 }
 
+/// No count of tokens, threads or sequences is larger; so sums of some of them cannot overflow.
+const MOST: u64 = 1 << 32;
+
+fn at_most() -> RangedU64ValueParser<usize> {
+    RangedU64ValueParser::new().range(0..=MOST)
+}
+
 fn at_least_one() -> RangedU64ValueParser<usize> {
-    RangedU64ValueParser::new().range(1..)
+    RangedU64ValueParser::new().range(1..=MOST)
 }
 
 /// What `--device` can say.
@@ -166,7 +180,8 @@ pub(crate) enum DeviceArg {
     Auto,
     Cpu,
     Reference,
-    Cuda,
+    /// A GPU, as the driver counts them.
+    Cuda(usize),
 }
 
 fn parse_device(text: &str) -> Result<DeviceArg, String> {
@@ -175,10 +190,13 @@ fn parse_device(text: &str) -> Result<DeviceArg, String> {
             "auto" => Ok(DeviceArg::Auto),
             "cpu" => Ok(DeviceArg::Cpu),
             "reference" => Ok(DeviceArg::Reference),
-            "cuda" => Ok(DeviceArg::Cuda),
+            "cuda" => Ok(DeviceArg::Cuda(0)),
             _ => Err("use auto, cpu, reference, cuda or cuda:N".to_owned()),
         },
-        Some(("cuda", number)) if number.parse::<u32>().is_ok() => Ok(DeviceArg::Cuda),
+        Some(("cuda", number)) => number
+            .parse()
+            .map(DeviceArg::Cuda)
+            .map_err(|_| "use cuda:N with the number of a GPU".to_owned()),
         Some(_) => Err("use auto, cpu, reference, cuda or cuda:N".to_owned()),
     }
 }
@@ -211,7 +229,7 @@ pub(crate) struct RunArgs {
     #[arg(value_name = "PROMPT")]
     pub(crate) prompt: Option<String>,
     /// Start from the token ids in FILE, a JSON array (implies --raw)
-    #[arg(long, value_name = "FILE", conflicts_with = "prompt")]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt", "system", "chat_template", "think", "no_think"])]
     pub(crate) prompt_ids: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) sampling: SamplingArgs,
@@ -397,6 +415,30 @@ pub(crate) struct EvalArgs {
 }
 
 #[derive(Debug, Args)]
+pub(crate) struct ServeArgs {
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+    /// A branch, tag or commit on the hub
+    #[arg(long, value_name = "REV")]
+    pub(crate) revision: Option<String>,
+    /// Where to listen
+    #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:8080")]
+    pub(crate) address: std::net::SocketAddr,
+    /// Ask clients for this key
+    #[arg(long, value_name = "KEY")]
+    pub(crate) api_key: Option<String>,
+    /// Let pages of this origin use the server (repeatable; * is any)
+    #[arg(long, value_name = "ORIGIN")]
+    pub(crate) cors_origin: Vec<String>,
+    /// The name that clients see (default: MODEL)
+    #[arg(long, value_name = "NAME")]
+    pub(crate) served_name: Option<String>,
+    /// Requests that run at once
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = at_least_one())]
+    pub(crate) max_sequences: usize,
+}
+
+#[derive(Debug, Args)]
 pub(crate) struct BenchArgs {
     /// An id on the hub such as Qwen/Qwen3-0.6B, or a directory with config.json and safetensors
     #[arg(
@@ -421,7 +463,7 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "N", default_value_t = 128, value_parser = at_least_one())]
     pub(crate) gen_tokens: usize,
     /// Context that decoding starts at (default: the prompt)
-    #[arg(long, value_name = "TOKENS")]
+    #[arg(long, value_name = "TOKENS", value_parser = at_most())]
     pub(crate) depth: Option<usize>,
     /// Runs; medians are reported
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = at_least_one())]

@@ -38,12 +38,12 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
         (None, None) => bail!("give a model, or --random"),
     };
 
-    let before = Ceilings::measure(opened.threads)?;
+    let before = Ceilings::measure(&opened.device, opened.threads)?;
     let prefill = prefill(&mut opened, args, &profile)?;
     let prefill_ops = profile.take();
     let decode = decode(&mut opened, args, depth, &voice, &profile)?;
     let decode_ops = profile.take();
-    let ceilings = before.best(&Ceilings::measure(opened.threads)?);
+    let ceilings = before.best(&Ceilings::measure(&opened.device, opened.threads)?);
     let ops = [("prefill", prefill_ops), ("decode", decode_ops)];
     report(args, &opened, prefill, decode, depth, &ceilings, &ops)
 }
@@ -82,8 +82,10 @@ fn extend(opened: &mut Opened, sequences: &mut [Sequence], ids: &[u32]) -> Resul
             let start = sequence.len();
             sequence.reserve(start, start + part.len())?;
             let rows = if i == last { Rows::Last } else { Rows::None };
+            // To take something out of a step is to wait for it.
             let want = Want {
                 rows,
+                hidden: i == last,
                 ..Want::default()
             };
             batch.spans.push(Span {
@@ -248,7 +250,7 @@ fn report(
     )?;
     writeln!(
         out,
-        "ceilings  read {:.1} GB/s, copy {:.1} GB/s, f32 product {:.3} TFLOP/s",
+        "ceilings  read {:.1} GB/s, copy {:.1} GB/s, product {:.3} TFLOP/s",
         ceilings.read_gb_s, ceilings.copy_gb_s, ceilings.matmul_tflop_s
     )?;
     writeln!(

@@ -5,6 +5,8 @@ use std::time::Instant;
 use anyhow::Result;
 use tileinfer_cpu::{Level, Pool, ceiling};
 
+use crate::open::Device;
+
 /// Bytes that the plain read goes over: far more than any cache holds.
 const READ_BYTES: usize = 1 << 30;
 
@@ -17,8 +19,19 @@ pub(crate) struct Ceilings {
 }
 
 impl Ceilings {
-    /// Measures with `threads` threads.
-    pub(crate) fn measure(threads: usize) -> Result<Self> {
+    /// Measures `device`, a CPU with `threads` threads.
+    pub(crate) fn measure(device: &Device, threads: usize) -> Result<Self> {
+        #[cfg(feature = "cuda")]
+        if let Device::Cuda(gpu) = device {
+            let found = gpu.ceilings()?;
+            return Ok(Ceilings {
+                read_gb_s: found.read / 1e9,
+                copy_gb_s: found.copy / 1e9,
+                matmul_tflop_s: found.matmul / 1e12,
+            });
+        }
+        #[cfg(not(feature = "cuda"))]
+        let (Device::Cpu | Device::Reference) = device;
         let (level, pool, start) = (Level::best(), Pool::new(threads), Instant::now());
         let clock = || start.elapsed().as_secs_f64();
         Ok(Ceilings {

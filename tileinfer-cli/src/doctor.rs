@@ -11,8 +11,12 @@ use serde_json::{Map, Value, json};
 use tileinfer::Error;
 use tileinfer::hub::{Hub, HubErrorKind, HubOptions, Silent};
 use tileinfer_cpu::Level;
+#[cfg(feature = "cuda")]
+use tileinfer_cuda::driver::DeviceInfo;
 
 use crate::args::DoctorArgs;
+#[cfg(feature = "cuda")]
+use crate::gpu;
 use crate::memory::{self, readable};
 
 /// What was found out about one thing.
@@ -64,7 +68,7 @@ pub(crate) fn doctor(args: &DoctorArgs) -> Result<()> {
         ("memory", memory()),
         ("gpu", gpu()),
         ("driver", driver()),
-        ("kernel_pack", no_cuda("no kernels for a GPU are built in")),
+        ("kernel_pack", kernel_pack()),
         (
             "toolchain",
             Finding::good("none is needed: neither Python nor a compiler"),
@@ -182,6 +186,65 @@ fn memory() -> Finding {
         .with("total_bytes", json!(total))
 }
 
+#[cfg(feature = "cuda")]
+fn gpu() -> Finding {
+    match gpu::devices() {
+        Ok(found) => {
+            let one = |info: &DeviceInfo| {
+                let (major, minor) = info.capability;
+                format!(
+                    "{} (sm_{major}{minor}, {})",
+                    info.name,
+                    readable(info.memory)
+                )
+            };
+            let names: Vec<_> = found.iter().map(one).collect();
+            let details = found.iter().map(|info| {
+                let (major, minor) = info.capability;
+                json!({
+                    "name": info.name,
+                    "architecture": format!("sm_{major}{minor}"),
+                    "memory_bytes": info.memory,
+                    "multiprocessors": info.multiprocessors,
+                })
+            });
+            let details = details.collect();
+            Finding::good(names.join(", ")).with("devices", details)
+        }
+        Err(error) => Finding::lacking(
+            error.to_string(),
+            "models run on the CPU; a GPU needs the NVIDIA driver 580 or newer",
+        )
+        .with("devices", json!([])),
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn kernel_pack() -> Finding {
+    let found = gpu::devices().and_then(|found| {
+        let packs = found.iter().map(|info| {
+            let (path, kernels) = gpu::pack(info)?;
+            Ok(json!({"path": path, "kernels": kernels}))
+        });
+        packs.collect::<tileinfer::Result<Vec<_>>>()
+    });
+    match found {
+        Ok(packs) => {
+            let paths: Vec<_> = packs.iter().map(|pack| pack["path"].to_string()).collect();
+            Finding::good(paths.join(", ")).with("packs", json!(packs))
+        }
+        Err(error) => {
+            Finding::lacking(error.to_string(), "models run on the CPU until it is there")
+        }
+    }
+}
+
+#[cfg(not(feature = "cuda"))]
+fn kernel_pack() -> Finding {
+    no_cuda("no kernels for a GPU are built in")
+}
+
+#[cfg(not(feature = "cuda"))]
 fn gpu() -> Finding {
     let found: Vec<String> = fs::read_dir("/proc/driver/nvidia/gpus")
         .into_iter()
@@ -214,6 +277,7 @@ fn driver() -> Finding {
     finding.with("version", json!(line))
 }
 
+#[cfg(not(feature = "cuda"))]
 fn no_cuda(found: &str) -> Finding {
     Finding::lacking(
         found,

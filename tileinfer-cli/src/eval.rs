@@ -29,7 +29,7 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
         }
         (None, Some(file)) => {
             let text = files::read_text(file)?;
-            let ids = Tokenizer::from_dir(&dir)?.encode(&text, true)?;
+            let ids = Tokenizer::from_dir(&dir)?.encode_prompt(&text)?;
             let window = args
                 .model
                 .place

@@ -7,6 +7,8 @@ mod chat;
 mod doctor;
 mod eval;
 mod files;
+#[cfg(feature = "cuda")]
+mod gpu;
 mod inventory;
 mod manual;
 mod memory;
@@ -15,6 +17,7 @@ mod open;
 mod plan;
 mod pulling;
 mod run;
+mod serve;
 mod show;
 mod tokenize;
 mod voice;
@@ -29,6 +32,10 @@ use args::{Cli, Verb};
 fn main() -> ExitCode {
     let start = Instant::now();
     let cli = Cli::parse();
+    #[cfg(unix)]
+    if let Err(error) = tileinfer::weights::exit_on_lost_pages() {
+        tracing::debug!(%error, "a weight file that is cut short will end this process without a word");
+    }
     let result = match &cli.verb {
         Verb::Run(args) => run::run(args, start),
         Verb::Pull(args) => inventory::pull(args),
@@ -37,6 +44,7 @@ fn main() -> ExitCode {
         Verb::Show(args) => show::show(args),
         Verb::Plan(args) => plan::plan(args),
         Verb::Doctor(args) => doctor::doctor(args),
+        Verb::Serve(args) => serve::serve(args),
         Verb::Tokenize(args) => tokenize::tokenize(args),
         Verb::Eval(args) => eval::eval(args),
         Verb::Bench(args) => bench::bench(args),
@@ -48,7 +56,7 @@ fn main() -> ExitCode {
         // Whoever read our output has seen enough.
         Err(error) if is_closed_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("tileinfer: {error:#}");
+            voice::say(format_args!("tileinfer: {error:#}"));
             ExitCode::from(if error.is::<WrongUsage>() { 2 } else { 1 })
         }
     }

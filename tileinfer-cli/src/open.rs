@@ -14,35 +14,114 @@ use tileinfer::weights::{Checkpoint, Dtype, HostModel};
 use tileinfer_cpu::CpuBackend;
 
 use crate::args::{DeviceArg, DtypeArg, PlaceArgs};
+#[cfg(feature = "cuda")]
+use crate::gpu::{self, Gpu};
 use crate::memory::{self, readable};
 use crate::voice::Voice;
 
 /// Rows of one step on a CPU: more would not be faster.
 const CPU_ROWS: usize = 512;
 
-/// The kinds of device that a model can run on here.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// A device that a model can run on here.
+#[derive(Debug, Clone)]
 pub(crate) enum Device {
     Cpu,
     Reference,
+    #[cfg(feature = "cuda")]
+    Cuda(Gpu),
 }
 
 impl Device {
     /// What `--device` asks for.
-    pub(crate) fn choose(asked: DeviceArg) -> Result<Self> {
+    pub(crate) fn choose(asked: DeviceArg, voice: &Voice) -> Result<Self> {
         match asked {
-            DeviceArg::Auto | DeviceArg::Cpu => Ok(Device::Cpu),
+            DeviceArg::Auto => Ok(Self::best(voice)),
+            DeviceArg::Cpu => Ok(Device::Cpu),
             DeviceArg::Reference => Ok(Device::Reference),
-            DeviceArg::Cuda => bail!("this tileinfer was built without CUDA: use --device cpu"),
+            DeviceArg::Cuda(number) => Self::cuda(number),
         }
     }
 
+    /// A GPU if there is one that is usable, else the CPU.
+    #[cfg(feature = "cuda")]
+    fn best(voice: &Voice) -> Self {
+        match Gpu::open(0) {
+            Ok(gpu) => {
+                voice.note(&format!("running on {}", gpu.name()));
+                Device::Cuda(gpu)
+            }
+            Err(error) => {
+                voice.note(&format!("running on the CPU: {error}"));
+                Device::Cpu
+            }
+        }
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn best(_: &Voice) -> Self {
+        Device::Cpu
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda(number: usize) -> Result<Self> {
+        Ok(Device::Cuda(Gpu::open(number)?))
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn cuda(_: usize) -> Result<Self> {
+        bail!("this tileinfer was built without CUDA: use --device cpu")
+    }
+
     /// The word for it in `--json`.
-    pub(crate) fn name(self) -> &'static str {
+    pub(crate) fn name(&self) -> &'static str {
         match self {
             Device::Cpu => "cpu",
             Device::Reference => "reference",
+            #[cfg(feature = "cuda")]
+            Device::Cuda(_) => "cuda",
         }
+    }
+
+    /// Bytes that may still be taken of the memory that a model would be in.
+    pub(crate) fn available(&self) -> Result<u64> {
+        match self {
+            Device::Cpu | Device::Reference => Ok(memory::available()),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(gpu) => Ok(gpu.available()?),
+        }
+    }
+
+    /// Rows of one step: more would not be faster.
+    fn rows(&self) -> usize {
+        match self {
+            Device::Cpu | Device::Reference => CPU_ROWS,
+            #[cfg(feature = "cuda")]
+            Device::Cuda(_) => gpu::ROWS,
+        }
+    }
+
+    /// The plan of a model whose matrices take `weights_bytes`.
+    pub(crate) fn memory_plan(
+        &self,
+        config: &ModelConfig,
+        weights_bytes: u64,
+        compute: ComputeType,
+        sequences: usize,
+    ) -> MemoryPlan {
+        let activation_bytes = match self {
+            // Kept in f32 words, whatever they are rounded to.
+            Device::Cpu | Device::Reference => 4,
+            #[cfg(feature = "cuda")]
+            Device::Cuda(_) => compute.size(),
+        };
+        MemoryPlan::new(
+            config,
+            weights_bytes,
+            compute,
+            activation_bytes,
+            self.rows(),
+            sequences,
+        )
     }
 }
 
@@ -75,6 +154,7 @@ pub(crate) struct Opened {
     pub(crate) weights_bytes: u64,
     pub(crate) load_seconds: f64,
     pub(crate) threads: usize,
+    pub(crate) device: Device,
 }
 
 /// Opens the model in `dir`.
@@ -86,8 +166,8 @@ pub(crate) fn open(
 ) -> Result<Opened> {
     let start = Instant::now();
     // Before the weights are mapped: they are part of the plan, and of what a limit on the address space counts.
-    let available = memory::available();
-    let device = Device::choose(place.device)?;
+    let device = Device::choose(place.device, voice)?;
+    let available = device.available()?;
     let config = ModelConfig::from_dir(dir)?;
     let checkpoint = Checkpoint::open(dir)?;
     let compute = compute_type(place.dtype);
@@ -121,14 +201,16 @@ pub(crate) fn open_random(
     voice: &Voice,
 ) -> Result<Opened> {
     let start = Instant::now();
-    let device = Device::choose(place.device)?;
+    let device = Device::choose(place.device, voice)?;
     let bytes = config.weights_bytes(2);
-    let available = memory::available();
-    if bytes > available {
+    let available = device.available()?;
+    // They are made here, wherever they go.
+    let here = memory::available();
+    if bytes > here {
         bail!(
             "random weights take {} and {} of memory are available",
             readable(bytes),
-            readable(available)
+            readable(here)
         );
     }
     let host = HostModel::random(&config, 1);
@@ -144,17 +226,6 @@ pub(crate) fn open_random(
     )?;
     opened.load_seconds = start.elapsed().as_secs_f64();
     Ok(opened)
-}
-
-/// The plan of a model whose matrices take `weights_bytes`.
-pub(crate) fn memory_plan(
-    config: &ModelConfig,
-    weights_bytes: u64,
-    compute: ComputeType,
-    sequences: usize,
-) -> MemoryPlan {
-    // A CPU keeps activations in f32 words, whatever they are rounded to.
-    MemoryPlan::new(config, weights_bytes, compute, 4, CPU_ROWS, sequences)
 }
 
 /// Threads that work, asked for or all that this process may use.
@@ -183,16 +254,16 @@ fn place_model(
 ) -> Result<Opened> {
     let threads = threads(place);
     let weights_bytes = host.bytes();
-    let plan = memory_plan(&config, weights_bytes, compute, purpose.sequences);
+    let plan = device.memory_plan(&config, weights_bytes, compute, purpose.sequences);
     let length = context_length(&config, &plan, place, purpose, available, voice)?;
     let per_sequence = length.div_ceil(tileinfer::kv::PAGE_SIZE);
     let options = RunnerOptions {
         pages: per_sequence * purpose.sequences,
-        max_rows: CPU_ROWS.min(length).max(purpose.sequences),
+        max_rows: device.rows().min(length).max(purpose.sequences),
         max_spans: purpose.sequences,
         ..RunnerOptions::for_length(length)
     };
-    let runner = match device {
+    let runner = match &device {
         Device::Cpu => {
             let backend = CpuBackend::new(compute, threads);
             maybe_profiled(
@@ -217,18 +288,29 @@ fn place_model(
                 voice,
             )?
         }
+        #[cfg(feature = "cuda")]
+        Device::Cuda(_) if purpose.profile.is_some() => bail!(
+            "--profile times ops that have ended when they return, as on the CPU; for a GPU use NVIDIA's nsys"
+        ),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(gpu) => runner(gpu.backend(compute), &config, host, &options, length, voice)?,
     };
     let steps = StepLoop::new(runner);
-    voice.detail(&format!(
+    let running = format!(
         "running on {}, a context of {length} tokens",
         steps.device()
-    ));
+    );
+    match place.device {
+        DeviceArg::Auto => voice.note(&running),
+        _ => voice.detail(&running),
+    }
     Ok(Opened {
         config,
         steps,
         weights_bytes,
         load_seconds: 0.0,
         threads,
+        device,
     })
 }
 

@@ -9,7 +9,7 @@ use tileinfer::config::ModelConfig;
 use tileinfer::weights::{Checkpoint, HostModel, TensorInfo};
 
 use crate::args::PlanArgs;
-use crate::memory::{self, readable};
+use crate::memory::readable;
 use crate::models;
 use crate::open::{self, Device};
 use crate::pulling::PullProgress;
@@ -18,7 +18,7 @@ use crate::voice::Voice;
 pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
     let voice = Voice::new(args.model.voice);
     let place = &args.model.place;
-    let device = Device::choose(place.device)?;
+    let device = Device::choose(place.device, &voice)?;
     let (config, tensors) = read(args, &voice)?;
     if config.quantization.is_some() {
         bail!(
@@ -27,8 +27,8 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
     }
     let compute = open::compute_type(place.dtype);
     let weights_bytes = HostModel::bytes_of(&tensors, compute);
-    let plan = open::memory_plan(&config, weights_bytes, compute, 1);
-    let available = memory::available();
+    let plan = device.memory_plan(&config, weights_bytes, compute, 1);
+    let available = device.available()?;
     let most = config.max_position_embeddings as u64;
     let room = plan.max_context(available);
     let fitting = room.min(most);

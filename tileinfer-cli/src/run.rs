@@ -104,10 +104,15 @@ fn answer_once(
     };
 
     let mut out = std::io::stdout().lock();
+    let bar = voice.bar("reading the prompt", ids.len() as u64);
     let mut broken = None;
     let mut to_first = None;
     let mut on_text = |text: &str| {
-        to_first.get_or_insert_with(|| process_start.elapsed());
+        if to_first.is_none() {
+            // Cleared any later, it would take the line of the answer with it.
+            bar.finish_and_clear();
+            to_first = Some(process_start.elapsed());
+        }
         let written = if args.json {
             Ok(())
         } else {
@@ -121,7 +126,6 @@ fn answer_once(
             }
         }
     };
-    let bar = voice.bar("reading the prompt", ids.len() as u64);
     let sequence = opened.steps.new_sequence();
     let mut on_progress = |done: usize| bar.set_position(done as u64);
     let result = answer(
@@ -195,7 +199,7 @@ fn prompt_ids(args: &RunArgs, prompt: &str, model: &Model, voice: &Voice) -> Res
         return files::read_ids(file);
     }
     if args.raw {
-        return Ok(tokenizer.encode(prompt, true)?);
+        return Ok(tokenizer.encode_prompt(prompt)?);
     }
     let template = template(args, &model.dir)?;
     let mut messages = Vec::new();
@@ -272,20 +276,31 @@ impl Settings {
 
 /// One line of what is in force.
 pub(crate) fn describe(sampling: &SamplingParams, seed: u64) -> String {
-    if sampling.is_greedy() {
-        return "sampling: greedy".to_owned();
-    }
-    let mut words = format!("sampling: temperature {}", sampling.temperature);
-    for (name, value, off) in [
+    let greedy = sampling.is_greedy();
+    let mut words = match greedy {
+        true => "sampling: greedy".to_owned(),
+        false => format!("sampling: temperature {}", sampling.temperature),
+    };
+    // Greedy, the filters change nothing.
+    let filters = [
         ("top-p", sampling.top_p, 1.0),
         ("min-p", sampling.min_p, 0.0),
+    ];
+    let filters = filters.into_iter().filter(|_| !greedy);
+    for (name, value, off) in filters.chain([
         ("repetition-penalty", sampling.repetition_penalty, 1.0),
         ("presence-penalty", sampling.presence_penalty, 0.0),
         ("frequency-penalty", sampling.frequency_penalty, 0.0),
-    ] {
+    ]) {
         if value != off {
             words += &format!(", {name} {value}");
         }
+    }
+    if !sampling.logit_bias.is_empty() {
+        words += &format!(", a bias on {} tokens", sampling.logit_bias.len());
+    }
+    if greedy {
+        return words;
     }
     if sampling.top_k != 0 {
         words += &format!(", top-k {}", sampling.top_k);

@@ -1,11 +1,16 @@
 //! What is said on stderr, and how much of it.
 
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write};
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::args::VoiceArgs;
+
+/// Says `text` on stderr. Where nobody listens any more there is nobody to tell.
+pub(crate) fn say(text: impl std::fmt::Display) {
+    let _ = writeln!(std::io::stderr(), "{text}");
+}
 
 /// How much is said.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,14 +40,14 @@ impl Voice {
     /// Says what the user should know.
     pub(crate) fn note(&self, text: &str) {
         if !self.quiet {
-            eprintln!("{text}");
+            say(text);
         }
     }
 
     /// Says what a curious user asked for.
     pub(crate) fn detail(&self, text: &str) {
         if self.verbose {
-            eprintln!("{text}");
+            say(text);
         }
     }
 

@@ -60,7 +60,9 @@ pub enum Error {
     },
 
     /// More requests than may wait.
-    #[error("{waiting} requests are waiting already and no more may (the limit is {limit}); try again later")]
+    #[error(
+        "{waiting} requests are waiting already and no more may (the limit is {limit}); try again later"
+    )]
     QueueFull {
         /// Requests that wait.
         waiting: usize,
@@ -111,7 +113,9 @@ impl Error {
     pub fn kind(&self) -> ErrorKind {
         match self {
             Error::Usage(_) | Error::ContextFull { .. } => ErrorKind::Usage,
-            Error::OutOfPages { .. } | Error::OutOfMemory { .. } | Error::QueueFull { .. } => ErrorKind::Overload,
+            Error::OutOfPages { .. } | Error::OutOfMemory { .. } | Error::QueueFull { .. } => {
+                ErrorKind::Overload
+            }
             Error::BadModel { .. } => ErrorKind::BadModel,
             Error::Hub { kind, .. } => kind.error_kind(),
             Error::Io { .. } | Error::Device(_) => ErrorKind::System,

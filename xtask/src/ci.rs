@@ -25,11 +25,11 @@ pub(crate) fn run(root: &Path) -> Result<()> {
     cargo(root, &["fmt", "--all", "--check"], None)?;
 
     steps.begin("clippy");
-    let clippy = ["clippy", "--workspace", "--all-targets"];
+    let clippy = ["clippy", "--workspace", "--exclude", CUDA, "--all-targets"];
     cargo(root, &[&clippy[..], &warnings_are_errors].concat(), None)?;
 
     steps.begin("documentation");
-    let docs = ["doc", "--workspace", "--no-deps"];
+    let docs = ["doc", "--workspace", "--exclude", CUDA, "--no-deps"];
     cargo(root, &docs, Some(("RUSTDOCFLAGS", "-D warnings")))?;
 
     steps.begin("demo model");
@@ -46,9 +46,22 @@ pub(crate) fn run(root: &Path) -> Result<()> {
         eprintln!("NOTICE: {error:#}\nThe tests against Python's own packages will skip");
     }
 
+    if root.join("target/cuda-toolchain").exists() {
+        steps.begin("CUDA");
+        let clippy = ["clippy", "--package", CUDA, "--all-targets"];
+        cargo(root, &[&clippy[..], &warnings_are_errors].concat(), None)?;
+        cargo(root, &["test", "--package", CUDA], None)?;
+    } else {
+        eprintln!("NOTICE: {CUDA} is not built: cargo xtask cuda-toolchain brings what it needs");
+    }
+
     steps.begin("tests");
-    cargo(root, &["test", "--workspace", "--no-fail-fast"], None)
+    let tests = ["test", "--workspace", "--exclude", CUDA, "--no-fail-fast"];
+    cargo(root, &tests, None)
 }
+
+/// Needs headers that a bare machine has not, so it is built where they are.
+const CUDA: &str = "tileinfer-cuda";
 
 /// Packages that tests talk to, in a virtual environment of their own: the hub's client reads and writes the
 /// same cache.

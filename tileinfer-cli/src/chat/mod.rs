@@ -21,7 +21,7 @@ use tileinfer::session::{Reply, Session, SessionOptions};
 use crate::args::RunArgs;
 use crate::open::{self, Purpose};
 use crate::run::{self, Model};
-use crate::voice::Voice;
+use crate::voice::{Voice, say};
 use command::Command;
 use input::{Input, Typed};
 use screen::Screen;
@@ -79,7 +79,7 @@ pub(crate) fn chat(model: &Model, args: &RunArgs, voice: Voice) -> Result<()> {
                 None => chat.answer(&line)?,
                 Some(Ok(Command::Bye)) => return Ok(()),
                 Some(Ok(command)) => chat.obey(command),
-                Some(Err(reason)) => eprintln!("{reason}"),
+                Some(Err(reason)) => say(reason),
             },
             Typed::Text(text) => chat.answer(&text)?,
         }
@@ -139,10 +139,10 @@ impl Chat {
         match result {
             Ok(reply) => self.remark(&reply),
             Err(error @ Error::ContextFull { .. }) => {
-                eprintln!("{error}");
+                say(error);
                 self.offer_room();
             }
-            Err(error) => eprintln!("{error}"),
+            Err(error) => say(error),
         }
         Ok(())
     }
@@ -153,20 +153,22 @@ impl Chat {
             self.voice.note("(stopped)");
         } else if reply.context_full {
             let limit = self.session.steps().limits().max_length;
-            eprintln!("the answer is cut off: the context of {limit} tokens is full");
+            say(format_args!(
+                "the answer is cut off: the context of {limit} tokens is full"
+            ));
             self.offer_room();
         } else if reply.finish == FinishReason::Length {
             self.voice
                 .note("(cut off by the limit: /set max-tokens N, or none)");
         }
         if self.verbose {
-            eprintln!("{}", run::statistics(&reply.stats));
+            say(run::statistics(&reply.stats));
         }
     }
 
     fn offer_room(&self) {
-        eprintln!(
-            "/save FILE keeps the conversation, /clear starts a new one; a larger --ctx-size holds more"
+        say(
+            "/save FILE keeps the conversation, /clear starts a new one; a larger --ctx-size holds more",
         );
     }
 
@@ -234,8 +236,8 @@ impl Chat {
             }
         };
         match said {
-            Ok(text) => eprintln!("{text}"),
-            Err(error) => eprintln!("{error:#}"),
+            Ok(text) => say(text),
+            Err(error) => say(format_args!("{error:#}")),
         }
     }
 

@@ -173,7 +173,7 @@ mod tests {
         let mut split = ReasoningSplit::new(None, true);
         let mut seen = Vec::new();
         split.push("<think>x", &mut |part, text| {
-            seen.push((part, text.to_owned()))
+            seen.push((part, text.to_owned()));
         });
         assert_eq!(seen, [(AnswerPart::Answer, "<think>x".to_owned())]);
     }
@@ -182,5 +182,18 @@ mod tests {
     fn a_prompt_may_open_the_reasoning() {
         assert!(SPELLINGS[0].is_open_after("<|im_start|>assistant\n<think>\n"));
         assert!(!SPELLINGS[0].is_open_after("assistant\n<think>\n\n</think>\n\n"));
+    }
+
+    #[test]
+    fn marks_that_are_special_tokens_can_be_shown() {
+        let dir = std::path::Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("../testdata/golden/models/qwen3");
+        let tokenizer = Tokenizer::from_dir(&dir).unwrap();
+        let ids = tokenizer.encode("<|im_start|>a<|im_end|>", false).unwrap();
+        assert_eq!(tokenizer.decode(&ids, true), "a");
+        let shown = tokenizer.showing(&["<|im_start|>"]);
+        assert_eq!(shown.decode(&ids, true), "<|im_start|>a");
+        assert_eq!(shown.decode(&ids, false), "<|im_start|>a<|im_end|>");
+        assert_eq!(tokenizer.decode(&ids, true), "a");
     }
 }

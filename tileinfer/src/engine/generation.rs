@@ -178,9 +178,13 @@ impl Generation {
     /// [`Generation::preempt`].
     pub fn resume(&mut self, mut sequence: Sequence) -> Result<()> {
         if self.launched > 0 || !self.sequence.is_empty() {
-            return Err(Error::Bug("a generation that has its own pages cannot resume on others".to_owned()));
+            return Err(Error::Bug(
+                "a generation that has its own pages cannot resume on others".to_owned(),
+            ));
         }
-        let prefix = sequence.common_prefix(&self.tokens).min(self.tokens.len() - 1);
+        let prefix = sequence
+            .common_prefix(&self.tokens)
+            .min(self.tokens.len() - 1);
         self.launched = sequence.truncate(prefix);
         self.sequence = sequence;
         Ok(())

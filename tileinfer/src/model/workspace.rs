@@ -35,6 +35,7 @@ pub struct Workspace<B: Backend> {
     tapped: Vec<usize>,
     max_wanted: usize,
     wanted: usize,
+    moves: usize,
     hidden_width: usize,
     head_rows: usize,
 }
@@ -89,6 +90,7 @@ impl<B: Backend> Workspace<B> {
             tapped: tapped.to_vec(),
             max_wanted,
             wanted: 0,
+            moves: 0,
             hidden_width: hidden,
             head_rows: model.head_rows,
         })
@@ -125,9 +127,11 @@ impl<B: Backend> Workspace<B> {
         }
         self.wanted = layout.wanted.len();
         if self.wanted > self.max_wanted {
-            self.max_wanted = self.wanted;
+            // Counted before, as one of the two may be replaced and the other fail.
+            self.moves += 1;
             self.hidden = backend.alloc(Element::Model, self.wanted, self.hidden_width)?;
             self.logits = backend.alloc(Element::F32, self.wanted, self.head_rows)?;
+            self.max_wanted = self.wanted;
         }
         backend.set_rows(&mut self.hidden, self.wanted)?;
         backend.set_rows(&mut self.logits, self.wanted)?;
@@ -138,6 +142,11 @@ impl<B: Backend> Workspace<B> {
     /// Whether any row's logits are wanted.
     pub fn wants_rows(&self) -> bool {
         self.wanted > 0
+    }
+
+    /// How often a buffer was replaced by a larger one: recordings made before hold addresses of old ones.
+    pub fn moves(&self) -> usize {
+        self.moves
     }
 
     /// Residual streams that are kept.

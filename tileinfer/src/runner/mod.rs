@@ -5,6 +5,7 @@
 
 mod batch;
 mod fake;
+mod graphs;
 mod model;
 
 use crate::Result;

@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 
+use super::graphs::{Graphs, Plan};
 use super::{Batch, Input, Runner, RunnerLimits, SpanOutput, StepOutput, Ticket, Want};
 use crate::backend::{Backend, Mask, StepLayout};
 use crate::kv::{KvElement, KvLayout, PAGE_SIZE};
@@ -23,6 +24,8 @@ pub struct RunnerOptions {
     /// Residual streams to keep, by transformers' `hidden_states` index: 0 is the embedding, `k` the stream
     /// after layer `k` counted from 1.
     pub taps: Vec<usize>,
+    /// Whether steps of few rows are recorded and replayed, where the backend can. The answers are the same.
+    pub graphs: bool,
 }
 
 impl RunnerOptions {
@@ -34,6 +37,7 @@ impl RunnerOptions {
             max_rows: length.clamp(1, 512),
             max_spans: 1,
             taps: Vec::new(),
+            graphs: true,
         }
     }
 }
@@ -46,6 +50,9 @@ pub struct ModelRunner<B: Backend> {
     workspace: Workspace<B>,
     /// The step before the one in the workspace: its samples may not have been read yet.
     earlier: B::Step,
+    /// Whether the workspace's step is the second of the two.
+    second: bool,
+    graphs: Graphs<B::Graph>,
     flight: VecDeque<Flight>,
     limits: RunnerLimits,
     launched: u64,
@@ -100,11 +107,13 @@ impl<B: Backend> ModelRunner<B> {
             depth: if backend.supports_graphs() { 2 } else { 1 },
         };
         Ok(ModelRunner {
+            graphs: Graphs::new(options.graphs && backend.supports_graphs()),
             backend,
             model,
             pages,
             workspace,
             earlier,
+            second: false,
             flight: VecDeque::new(),
             limits,
             launched: 0,
@@ -134,6 +143,11 @@ impl<B: Backend> ModelRunner<B> {
             .read_slot(&self.pages[layer], page, head, offset)
     }
 
+    fn swap_steps(&mut self) {
+        std::mem::swap(&mut self.workspace.step, &mut self.earlier);
+        self.second = !self.second;
+    }
+
     /// Everything between a batch's layout and its samples.
     fn run(&mut self, batch: &Batch, layout: &StepLayout) -> Result<()> {
         let ws = &mut self.workspace;
@@ -144,7 +158,17 @@ impl<B: Backend> ModelRunner<B> {
                     .upload(&mut ws.stream, *rows as usize, values)?;
             }
         }
-        forward(&self.backend, &self.model, &mut self.pages, ws)?;
+        let (backend, model, pages) = (&self.backend, &self.model, &mut self.pages);
+        match self.graphs.plan(layout, self.second, ws.moves()) {
+            Plan::Launch => forward(backend, model, pages, ws)?,
+            Plan::Replay(graph) => backend.replay(graph)?,
+            Plan::Record => {
+                let graph = backend.capture(&mut || forward(backend, model, pages, ws))?;
+                if let Some(graph) = self.graphs.keep(graph) {
+                    backend.replay(graph)?;
+                }
+            }
+        }
 
         let mut samplers: Vec<Option<RowSampler>> = Vec::with_capacity(layout.wanted.len());
         for span in &batch.spans {
@@ -225,11 +249,11 @@ impl<B: Backend> Runner for ModelRunner<B> {
         for pages in &mut self.pages {
             self.backend.copy_pages(pages, &batch.copies)?;
         }
-        std::mem::swap(&mut self.workspace.step, &mut self.earlier);
+        self.swap_steps();
         let output = self.run(batch, &layout).and_then(|()| self.collect(batch));
         let output = output.inspect_err(|_| {
             // The samples of the step before, which may not have been read, stay where they are looked for.
-            std::mem::swap(&mut self.workspace.step, &mut self.earlier);
+            self.swap_steps();
         })?;
         self.launched += 1;
         let samples = batch

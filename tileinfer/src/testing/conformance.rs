@@ -1,12 +1,15 @@
 //! The suite that every backend passes: each op against the reference, at the sizes that bite, and the rule
 //! about sums, that a row comes out the same to the bit whatever rows stand beside it.
 
+use std::sync::Arc;
+
 use super::{Numbers, assert_close, weight};
 use crate::backend::{
     Activation, AttentionShape, Backend, ComputeType, Element, KvRows, Mask, QkNorms,
     ReferenceBackend, RopeTable, StepLayout, Xielu,
 };
 use crate::kv::{KvElement, KvLayout};
+use crate::sampling::{RowSampler, SamplingParams, TokenCounts, TokenMask};
 use crate::weights::Weight;
 
 /// Rows that a step is tried with: one, around sizes of tiles, and a chunk.
@@ -27,6 +30,8 @@ pub fn conformance<B: Backend>(make: &dyn Fn(ComputeType) -> B) {
         suite.rotations();
         suite.attention();
         suite.attention_inputs();
+        suite.pages();
+        suite.samples();
     }
 }
 
@@ -600,6 +605,144 @@ impl<B: Backend> Suite<B> {
                 }
             }
         }
+    }
+
+    /// Copied pages hold what the originals hold, and nothing else changes.
+    fn pages(&self) {
+        let kv = self.kv_layout(2, 8, 4);
+        let mut store = self.fill(&self.backend, &kv, &[(0, 9)], 16);
+        let page = |store: &B::Pages, page: usize| {
+            let slots =
+                (0..kv.kv_heads).flat_map(|head| (0..kv.page_size).map(move |at| (head, at)));
+            let slots =
+                slots.map(|(head, at)| self.backend.read_slot(store, page, head, at).unwrap());
+            slots
+                .flat_map(|(key, value)| [key, value].concat())
+                .collect::<Vec<f32>>()
+        };
+        let before: Vec<_> = (0..16).map(|i| page(&store, i)).collect();
+        assert!(before[7].iter().any(|&v| v != 0.0) && before[3].iter().all(|&v| v == 0.0));
+        self.backend
+            .copy_pages(&mut store, &[(7, 3), (0, 5)])
+            .unwrap();
+        for i in 0..16 {
+            let from = [(3, 7), (5, 0)]
+                .iter()
+                .find(|(to, _)| *to == i)
+                .map_or(i, |(_, from)| *from);
+            assert_eq!(
+                bits(&page(&store, i)),
+                bits(&before[from]),
+                "page {i} after copies"
+            );
+        }
+    }
+
+    /// Samples are the host's, row by row, and the next step finds them on the device.
+    fn samples(&self) {
+        let (rows, vocabulary) = (7, 300);
+        let mut numbers = self.seed(21);
+        let values = numbers.normals(rows * vocabulary, 3.0, ComputeType::F32);
+        let mut logits = self.blank(&self.backend, Element::F32, rows, vocabulary);
+        self.backend
+            .upload(&mut logits, 0, &values[..vocabulary])
+            .unwrap();
+        self.backend
+            .upload(&mut logits, 1, &values[vocabulary..])
+            .unwrap();
+
+        let greedy = SamplingParams::default();
+        let drawn = SamplingParams {
+            temperature: 0.9,
+            top_k: 40,
+            top_p: 0.9,
+            ..greedy.clone()
+        };
+        let penalized = SamplingParams {
+            repetition_penalty: 1.3,
+            frequency_penalty: 0.5,
+            ..drawn.clone()
+        };
+        let biased = SamplingParams {
+            logit_bias: vec![(17, 9.0)],
+            min_p: 0.02,
+            top_k: 0,
+            ..drawn.clone()
+        };
+        let sampler = |params: &SamplingParams, position: u64| RowSampler {
+            params: Arc::new(params.clone()),
+            counts: params
+                .has_penalties()
+                .then(|| Arc::new(TokenCounts::new(&[3, 5, 7, 7]))),
+            drafts: vec![9],
+            mask: None,
+            seed: 11,
+            position,
+            vocabulary: 290,
+            top_logprobs: None,
+        };
+        let mut mask = TokenMask::none(vocabulary);
+        (100..110).for_each(|id| mask.allow(id));
+        let samplers = [
+            Some(sampler(&greedy, 5)),
+            None,
+            Some(sampler(&drawn, 6)),
+            Some(sampler(&penalized, 7)),
+            Some(sampler(&biased, 8)),
+            Some(RowSampler {
+                mask: Some(Arc::new(mask)),
+                ..sampler(&drawn, 9)
+            }),
+            Some(RowSampler {
+                top_logprobs: Some(4),
+                ..sampler(&greedy, 10)
+            }),
+        ];
+        let layout = layout(&[(0, rows)], 4, 16);
+        let mut step = self.step(&self.backend, &layout);
+        self.backend.sample(&mut step, &logits, &samplers).unwrap();
+        let found = self.backend.read_samples(&step).unwrap();
+        let expected = samplers.iter().zip(values.chunks_exact(vocabulary));
+        let expected: Vec<_> = expected
+            .filter_map(|(s, row)| Some(s.as_ref()?.sample(row).unwrap()))
+            .collect();
+        assert_eq!(found, expected);
+
+        // Rows of the next step that are named as samples 2 and 0 of this one.
+        let table = numbers.normals(vocabulary * 8, 1.0, ComputeType::Bf16);
+        let table_on = self
+            .backend
+            .load_weight(&weight(vocabulary, 8, &table, ComputeType::Bf16))
+            .unwrap();
+        let mut next = super::conformance::layout(&[(4, 3)], 4, 16);
+        next.previous = vec![(0, 2), (2, 0)];
+        let ids = [expected[2].token, next.ids[1], expected[0].token];
+        let mut after = self.backend.alloc_step(3, 1, next.table_width).unwrap();
+        self.backend
+            .prepare(&mut after, &next, Some(&step))
+            .unwrap();
+        let mut out = self.blank(&self.backend, Element::F32, 3, 8);
+        self.backend.embed(&mut out, &table_on, &after).unwrap();
+        let rows: Vec<f32> = ids
+            .iter()
+            .flat_map(|&id| table[id as usize * 8..][..8].to_vec())
+            .collect();
+        assert_eq!(
+            self.backend.download(&out).unwrap(),
+            rows,
+            "ids that were sampled"
+        );
+
+        // A number that is none is an error, not a token.
+        self.backend
+            .upload(&mut logits, 2, &vec![f32::NAN; vocabulary])
+            .unwrap();
+        let mut step = self.step(&self.backend, &layout);
+        let failed = self
+            .backend
+            .sample(&mut step, &logits, &samplers)
+            .and_then(|()| self.backend.read_samples(&step));
+        assert!(failed.is_err(), "NaN logits were sampled");
     }
 
     /// The fused op between projection and attention gives what the primitive ops give.

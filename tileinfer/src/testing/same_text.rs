@@ -547,6 +547,7 @@ fn options() -> RunnerOptions {
         max_rows: 320,
         max_spans: 10,
         taps: Vec::new(),
+        graphs: true,
     }
 }
 

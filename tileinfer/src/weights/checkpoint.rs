@@ -3,6 +3,8 @@
 //! Which tensors a model needs is not known here. `consolidated.safetensors`, which some repositories carry beside the
 //! others, holds the same weights in another order and is never looked at.
 
+#[cfg(unix)]
+use super::lost::Watch;
 use super::safetensors::{Dtype, Header, TensorInfo, shown};
 use crate::{Error, Result};
 use memmap2::Mmap;
@@ -23,7 +25,7 @@ const INDEX_LIMIT: u64 = 100_000_000;
 /// not be aligned to their element size.
 #[derive(Clone)]
 pub struct MappedBytes {
-    map: Arc<Mmap>,
+    map: Arc<Mapping>,
     range: Range<usize>,
 }
 
@@ -31,8 +33,16 @@ impl Deref for MappedBytes {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        &self.map[self.range.clone()]
+        &self.map.bytes[self.range.clone()]
     }
+}
+
+/// A mapped file. The watch goes first, as fields are dropped in order.
+#[derive(Debug)]
+struct Mapping {
+    #[cfg(unix)]
+    _watch: Watch,
+    bytes: Mmap,
 }
 
 impl fmt::Debug for MappedBytes {
@@ -66,7 +76,7 @@ pub struct Checkpoint {
 struct MappedFile {
     path: PathBuf,
     file: File,
-    map: Arc<Mmap>,
+    map: Arc<Mapping>,
     modified: Option<SystemTime>,
 }
 
@@ -144,7 +154,7 @@ impl Checkpoint {
     fn map(dir: &Path, files: Vec<MappedFile>) -> Result<Self> {
         let mut tensors = BTreeMap::new();
         for (index, file) in files.iter().enumerate() {
-            let header = Header::parse(&file.path, &file.map, file.map.len() as u64)?;
+            let header = Header::parse(&file.path, &file.map.bytes, file.map.bytes.len() as u64)?;
             for tensor in header.tensors {
                 let located = Located {
                     file: index,
@@ -224,7 +234,7 @@ impl Checkpoint {
                 .file
                 .metadata()
                 .map_err(|error| Error::io(&mapped.path, error))?;
-            let mapped_len = mapped.map.len() as u64;
+            let mapped_len = mapped.map.bytes.len() as u64;
             if metadata.len() != mapped_len || metadata.modified().ok() != mapped.modified {
                 return Err(Error::bad_model(
                     &mapped.path,
@@ -257,10 +267,15 @@ impl MappedFile {
         // was. Against other programs there is no defence in any API for mapped files: what they write in place could
         // show up as changed numbers (every bit pattern is a valid byte) and a truncation as SIGBUS, never as a wild
         // access, and `verify_unchanged` tells both.
-        let map = unsafe { Mmap::map(&file) }.map_err(io)?;
+        let bytes = unsafe { Mmap::map(&file) }.map_err(io)?;
+        let mapping = Mapping {
+            #[cfg(unix)]
+            _watch: Watch::new(&path, &bytes),
+            bytes,
+        };
         Ok(MappedFile {
             modified: metadata.modified().ok(),
-            map: Arc::new(map),
+            map: Arc::new(mapping),
             file,
             path,
         })

@@ -1,0 +1,1231 @@
+//! [`CudaBackend`]: the library's ops as launches. Tensors are plain arrays on the device; a step's layout
+//! is a handful of integer arrays at fixed addresses, so that a recorded step can be replayed with another
+//! layout of as many rows.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use half::bf16;
+use tileinfer::backend::{
+    Activation, AttentionShape, Backend, ComputeType, Element, KEY_BLOCK, KvRows, Mask, QkNorms,
+    RopeTable, StepLayout,
+};
+use tileinfer::kv::{KvElement, KvLayout};
+use tileinfer::sampling::{RowSampler, Sampled};
+use tileinfer::weights::{Weight, WeightData};
+use tileinfer::{Error, Result};
+
+use crate::driver::{Address, Device, Event, Memory, Pinned, Recording};
+use crate::kernels::Type;
+use crate::ops::{self, AttentionPlan, AttentionTile, Groups, HeadInputs, Ops, StepArrays};
+use crate::store::KernelOptions;
+
+/// A window wider than any sequence.
+const EVERYTHING: usize = 1 << 30;
+
+/// Most scratch that attention split over keys may take before it is done whole.
+const SPLIT_SCRATCH: usize = 256 << 20;
+
+/// Bytes of each of the two buffers that weights pass through.
+const LOAD_BUFFER: usize = 16 << 20;
+
+/// Steps whose arrays are no larger than this go to the device in one copy.
+const ONE_COPY: usize = 128 << 10;
+
+/// What a backend is opened with.
+#[derive(Debug, Clone, Default)]
+pub struct CudaOptions {
+    /// Which GPU, as the driver counts them.
+    pub device: usize,
+    /// Where its kernels are.
+    pub kernels: KernelOptions,
+}
+
+/// See the module's first line.
+#[derive(Debug)]
+pub struct CudaBackend {
+    ops: Arc<Ops>,
+    compute: ComputeType,
+    kind: Type,
+    recording: AtomicBool,
+    /// Rows and spans of the step prepared last.
+    prepared: Mutex<[usize; 2]>,
+    /// Query heads a kv head of the last attention: what the next step's groups are likely made for.
+    group: AtomicUsize,
+    loader: Mutex<Option<Loader>>,
+}
+
+/// An array `[rows, width]` on the device.
+#[derive(Debug)]
+pub struct CudaTensor {
+    memory: Memory,
+    kind: Type,
+    rows: usize,
+    width: usize,
+    capacity: usize,
+}
+
+/// A weight `[rows, columns]` on the device, in the compute type.
+#[derive(Debug, Clone)]
+pub struct CudaWeight {
+    memory: Arc<Memory>,
+    rows: usize,
+    columns: usize,
+}
+
+/// One layer's keys and values.
+#[derive(Debug)]
+pub struct CudaPages {
+    layout: KvLayout,
+    pages: usize,
+    keys: Memory,
+    values: Memory,
+}
+
+/// A RoPE table on the device.
+#[derive(Debug)]
+pub struct CudaRope {
+    cos: Memory,
+    sin: Memory,
+    query_scale: Option<Memory>,
+    pairs: usize,
+}
+
+/// A step's layout on the device and its samples.
+#[derive(Debug)]
+pub struct CudaStep {
+    arrays: Memory,
+    offsets: Offsets,
+    rows: usize,
+    /// First row of each span and the number of rows.
+    span_rows: Vec<usize>,
+    /// Of each span: first position, end, first page.
+    spans: Vec<[usize; 3]>,
+    wanted: usize,
+    staged: Mutex<Staged>,
+    tokens: Memory,
+    /// Tokens on their way to the host.
+    read: Pinned,
+    sampled: Samples,
+    done: Event,
+}
+
+/// Host side of a step's arrays.
+#[derive(Debug)]
+struct Staged {
+    words: Pinned,
+    copied: Event,
+    /// What the groups are made for; 0: they are not.
+    group: usize,
+    /// Groups with few and with many query vectors.
+    counts: [usize; 2],
+}
+
+/// What a step sampled.
+#[derive(Debug)]
+enum Samples {
+    /// On the host already.
+    Host(Vec<Sampled>),
+    /// So many tokens, in `read` once `done` has passed.
+    Device(usize),
+}
+
+/// Where each array of a step begins, in words.
+#[derive(Debug, Clone, Copy)]
+struct Offsets {
+    rows: usize,
+    spans: usize,
+    table_width: usize,
+}
+
+/// A recorded step. It can be replayed for steps of as many rows in no more spans: how many runs of rows
+/// attention has to cover follows from the two.
+#[derive(Debug)]
+pub struct CudaGraph {
+    recording: Recording,
+    rows: usize,
+    spans: usize,
+}
+
+/// Two pinned buffers that weights pass through in turn.
+#[derive(Debug)]
+struct Loader {
+    buffers: [(Pinned, Event); 2],
+    turn: usize,
+}
+
+impl Offsets {
+    /// Numbers a row over all arrays: ids, positions, slots, wanted, two of tokens to take, four of
+    /// [`StepArrays::row_meta`], eight of each of two [`Groups`].
+    const ROW: usize = 26;
+
+    fn words(self) -> usize {
+        self.rows * Self::ROW + self.spans * self.table_width
+    }
+
+    /// The arrays as (offset, words a row).
+    const IDS: (usize, usize) = (0, 1);
+    const POSITIONS: (usize, usize) = (1, 1);
+    const SLOTS: (usize, usize) = (2, 1);
+    const WANTED: (usize, usize) = (3, 1);
+    const TAKE_ROWS: (usize, usize) = (4, 1);
+    const TAKE_INDICES: (usize, usize) = (5, 1);
+    const ROW_META: (usize, usize) = (6, 4);
+    const GROUPS: [(usize, usize); 2] = [(10, 8), (18, 8)];
+
+    fn at(self, (offset, _): (usize, usize)) -> usize {
+        offset * self.rows
+    }
+
+    fn tables(self) -> usize {
+        self.rows * Self::ROW
+    }
+}
+
+impl CudaBackend {
+    /// Opens a GPU for activations of type `compute`.
+    ///
+    /// # Errors
+    /// [`Error::Device`] if there is no usable GPU, with the reason.
+    pub fn open(compute: ComputeType, options: &CudaOptions) -> Result<Self> {
+        let ops = Arc::new(Ops::open(options.device, &options.kernels)?);
+        Ok(Self::with_ops(compute, ops))
+    }
+
+    /// A backend on a device that is open already.
+    pub fn with_ops(compute: ComputeType, ops: Arc<Ops>) -> Self {
+        let kind = match compute {
+            ComputeType::Bf16 => Type::Bf16,
+            ComputeType::F32 => Type::F32,
+        };
+        CudaBackend {
+            ops,
+            compute,
+            kind,
+            recording: AtomicBool::new(false),
+            prepared: Mutex::default(),
+            group: AtomicUsize::new(0),
+            loader: Mutex::new(None),
+        }
+    }
+
+    /// The device and its kernels.
+    pub fn ops(&self) -> &Arc<Ops> {
+        &self.ops
+    }
+
+    fn device(&self) -> &Arc<Device> {
+        self.ops.device()
+    }
+
+    fn element(&self, element: Element) -> Type {
+        match element {
+            Element::Model => self.kind,
+            Element::F32 => Type::F32,
+        }
+    }
+
+    fn expect(&self, tensor: &CudaTensor, what: &str) -> Result<()> {
+        if tensor.kind == self.kind {
+            return Ok(());
+        }
+        Err(Error::Bug(format!(
+            "{what} is {:?} on a backend of {:?}",
+            tensor.kind, self.kind
+        )))
+    }
+
+    fn floats(&self, what: &str, values: &[f32]) -> Result<Memory> {
+        let memory = self.device().alloc(what, values.len() * 4)?;
+        self.device()
+            .upload(memory.address(), &encoded(Type::F32, values))?;
+        Ok(memory)
+    }
+
+    /// Queues bytes to the device through the pinned buffers.
+    fn stream(&self, loader: &mut Loader, to: Address, bytes: &[u8]) -> Result<()> {
+        for (part, chunk) in bytes.chunks(LOAD_BUFFER).enumerate() {
+            let (buffer, passed) = &mut loader.buffers[loader.turn % 2];
+            loader.turn += 1;
+            passed.wait()?;
+            buffer.bytes_mut()[..chunk.len()].copy_from_slice(chunk);
+            let to = to + (part * LOAD_BUFFER) as Address;
+            self.device().queue_upload(to, buffer, 0, chunk.len())?;
+            passed.record()?;
+        }
+        Ok(())
+    }
+
+    /// Makes the groups of a step for `group` query heads a kv head and queues them to the device.
+    fn regroup(&self, step: &CudaStep, staged: &mut Staged, group: usize) -> Result<()> {
+        step.fill_groups(self.kind, staged, group);
+        for groups in Offsets::GROUPS {
+            let (at, words) = (step.offsets.at(groups), step.rows * groups.1);
+            self.device()
+                .queue_upload(step.address(groups), &staged.words, at * 4, words * 4)?;
+        }
+        staged.copied.record()
+    }
+
+    /// The step's groups for `group` query heads a kv head, and how many there are.
+    fn groups<'a>(&self, step: &'a CudaStep, group: usize) -> Result<MutexGuard<'a, Staged>> {
+        let mut staged = step.staged.lock().expect("no thread panics with a step");
+        if staged.group != group {
+            if self.recording.load(Ordering::Relaxed) && staged.group != 0 {
+                return Err(Error::Bug(
+                    "layers of several group sizes cannot be recorded".to_owned(),
+                ));
+            }
+            if !self.recording.load(Ordering::Relaxed) {
+                staged.copied.wait()?;
+            }
+            self.regroup(step, &mut staged, group)?;
+        }
+        self.group.store(group, Ordering::Relaxed);
+        Ok(staged)
+    }
+}
+
+/// Values as the device keeps them.
+fn encoded(kind: Type, values: &[f32]) -> Vec<u8> {
+    match kind {
+        Type::Bf16 => values
+            .iter()
+            .flat_map(|&value| bf16::from_f32(value).to_le_bytes())
+            .collect(),
+        Type::F32 => values
+            .iter()
+            .flat_map(|value| value.to_le_bytes())
+            .collect(),
+    }
+}
+
+fn decoded(kind: Type, bytes: &[u8]) -> Vec<f32> {
+    match kind {
+        Type::Bf16 => bytes
+            .as_chunks()
+            .0
+            .iter()
+            .map(|&two| bf16::from_le_bytes(two).to_f32())
+            .collect(),
+        Type::F32 => bytes
+            .as_chunks()
+            .0
+            .iter()
+            .map(|&four| f32::from_le_bytes(four))
+            .collect(),
+    }
+}
+
+impl CudaTensor {
+    fn at(&self) -> Address {
+        self.memory.address()
+    }
+
+    fn column(&self, column: usize) -> Address {
+        self.at() + (column * self.kind.bytes()) as Address
+    }
+
+    fn like(&self, rows: usize, width: usize) -> Result<()> {
+        if (self.rows, self.width) == (rows, width) {
+            return Ok(());
+        }
+        Err(Error::Bug(format!(
+            "an output is {} x {} and should be {rows} x {width}",
+            self.rows, self.width
+        )))
+    }
+}
+
+impl CudaStep {
+    fn address(&self, array: (usize, usize)) -> Address {
+        self.arrays.address() + (self.offsets.at(array) * 4) as Address
+    }
+
+    fn step_arrays(&self) -> StepArrays {
+        StepArrays {
+            rows: self.rows,
+            positions: self.address(Offsets::POSITIONS),
+            slots: self.address(Offsets::SLOTS),
+            row_meta: self.address(Offsets::ROW_META),
+            tables: self.arrays.address() + (self.offsets.tables() * 4) as Address,
+            table_width: self.offsets.table_width,
+        }
+    }
+
+    /// Cuts every span into runs of rows whose query vectors a tile of attention holds.
+    fn fill_groups(&self, kind: Type, staged: &mut Staged, group: usize) {
+        let (few, many) = ops::attention_tiles(kind, group);
+        for (i, tile) in [few, many].into_iter().enumerate() {
+            let at = self.offsets.at(Offsets::GROUPS[i]);
+            let words = &mut staged.words.words()[at..at + 8 * self.rows];
+            words.fill(0);
+            let mut slots = words.as_chunks_mut::<8>().0.iter_mut();
+            let most = (tile.queries / group).max(1);
+            let mut count = 0;
+            for (span, &[start, end, first_page]) in self.spans.iter().enumerate() {
+                let rows = self.span_rows[span]..self.span_rows[span + 1];
+                for first in rows.clone().step_by(most) {
+                    let position = start + first - rows.start;
+                    let numbers = [
+                        first,
+                        most.min(rows.end - first),
+                        span,
+                        position,
+                        end,
+                        first_page,
+                        0,
+                        0,
+                    ];
+                    let slot = slots
+                        .next()
+                        .expect("no more groups than rows. This is a bug");
+                    *slot = numbers.map(|number| number as i32);
+                    count += 1;
+                }
+            }
+            staged.counts[i] = count;
+        }
+        staged.group = group;
+    }
+}
+
+impl Backend for CudaBackend {
+    type Tensor = CudaTensor;
+    type Weight = CudaWeight;
+    type Pages = CudaPages;
+    type Rope = CudaRope;
+    type Step = CudaStep;
+    type Graph = CudaGraph;
+
+    fn name(&self) -> String {
+        let info = self.device().info();
+        let (major, minor) = (info.driver / 1000, info.driver % 1000 / 10);
+        format!("{} (CUDA {major}.{minor})", info.name)
+    }
+
+    fn compute_type(&self) -> ComputeType {
+        self.compute
+    }
+
+    fn alloc(&self, element: Element, capacity: usize, width: usize) -> Result<CudaTensor> {
+        let kind = self.element(element);
+        if capacity
+            .checked_mul(width)
+            .is_none_or(|values| values > i32::MAX as usize)
+        {
+            return Err(Error::usage(format!(
+                "{capacity} x {width} values are more than an array can have here"
+            )));
+        }
+        let memory = self
+            .device()
+            .alloc("activations", capacity * width * kind.bytes())?;
+        Ok(CudaTensor {
+            memory,
+            kind,
+            rows: 0,
+            width,
+            capacity,
+        })
+    }
+
+    fn set_rows(&self, tensor: &mut CudaTensor, rows: usize) -> Result<()> {
+        if rows > tensor.capacity {
+            return Err(Error::Bug(format!(
+                "{rows} rows in a tensor for {}",
+                tensor.capacity
+            )));
+        }
+        tensor.rows = rows;
+        Ok(())
+    }
+
+    fn shape(&self, tensor: &CudaTensor) -> (usize, usize) {
+        (tensor.rows, tensor.width)
+    }
+
+    fn upload(&self, tensor: &mut CudaTensor, first_row: usize, values: &[f32]) -> Result<()> {
+        let start = first_row * tensor.width;
+        if start + values.len() > tensor.rows * tensor.width {
+            return Err(Error::Bug(format!(
+                "{} values from row {first_row} on do not fit",
+                values.len()
+            )));
+        }
+        self.device()
+            .upload(tensor.column(start), &encoded(tensor.kind, values))
+    }
+
+    fn download(&self, tensor: &CudaTensor) -> Result<Vec<f32>> {
+        let mut bytes = vec![0; tensor.rows * tensor.width * tensor.kind.bytes()];
+        self.device().download(tensor.at(), &mut bytes)?;
+        Ok(decoded(tensor.kind, &bytes))
+    }
+
+    fn load_weight(&self, weight: &Weight) -> Result<CudaWeight> {
+        let (rows, columns) = (weight.rows(), weight.cols());
+        let memory = self
+            .device()
+            .alloc("weights", rows * columns * self.kind.bytes())?;
+        let mut loader = self
+            .loader
+            .lock()
+            .expect("no thread panics with the loader");
+        if loader.is_none() {
+            let buffer = || {
+                Ok((
+                    self.device().alloc_pinned(LOAD_BUFFER)?,
+                    self.device().event()?,
+                ))
+            };
+            *loader = Some(Loader {
+                buffers: [buffer()?, buffer()?],
+                turn: 0,
+            });
+        }
+        let loader = loader.as_mut().expect("just made");
+        let mut to = memory.address();
+        for part in weight.parts() {
+            let elements = part.rows() * part.cols();
+            match (self.kind, part.data()) {
+                (Type::Bf16, WeightData::Bf16(bytes)) | (Type::F32, WeightData::F32(bytes)) => {
+                    self.stream(loader, to, bytes)?;
+                }
+                (Type::Bf16, WeightData::OwnedBf16(values)) => {
+                    self.stream(loader, to, cuda_core::bytemuck::cast_slice(values))?;
+                }
+                (Type::F32, WeightData::OwnedF32(values)) => {
+                    self.stream(loader, to, cuda_core::bytemuck::cast_slice(values))?;
+                }
+                _ => {
+                    // Some rows at a time: widening is exact, and rounding is what the type asks for.
+                    let some = (LOAD_BUFFER / 4 / part.cols().max(1)).clamp(1, part.rows().max(1));
+                    let mut values = vec![0.0; some * part.cols()];
+                    for first in (0..part.rows()).step_by(some) {
+                        let count = some.min(part.rows() - first);
+                        for (i, row) in values
+                            .chunks_mut(part.cols().max(1))
+                            .take(count)
+                            .enumerate()
+                        {
+                            part.row_f32(first + i, row);
+                        }
+                        let to = to + (first * part.cols() * self.kind.bytes()) as Address;
+                        self.stream(
+                            loader,
+                            to,
+                            &encoded(self.kind, &values[..count * part.cols()]),
+                        )?;
+                    }
+                }
+            }
+            to += (elements * self.kind.bytes()) as Address;
+        }
+        Ok(CudaWeight {
+            memory: Arc::new(memory),
+            rows,
+            columns,
+        })
+    }
+
+    fn load_rope(&self, table: &RopeTable) -> Result<CudaRope> {
+        let query_scale = table
+            .query_scale
+            .as_ref()
+            .map(|scale| self.floats("RoPE", scale))
+            .transpose()?;
+        let (cos, sin) = (
+            self.floats("RoPE", &table.cos)?,
+            self.floats("RoPE", &table.sin)?,
+        );
+        Ok(CudaRope {
+            cos,
+            sin,
+            query_scale,
+            pairs: table.pairs,
+        })
+    }
+
+    fn alloc_pages(&self, layout: &KvLayout, pages: usize) -> Result<CudaPages> {
+        if layout.element != KvElement::Compute(self.compute) {
+            return Err(Error::usage(format!(
+                "a cache of {:?} is not supported on the GPU with activations of {:?}",
+                layout.element, self.compute
+            )));
+        }
+        let values = pages * layout.page_size * layout.kv_heads * layout.head_dim;
+        if values > i32::MAX as usize {
+            let most = i32::MAX as usize / (layout.page_size * layout.kv_heads * layout.head_dim);
+            return Err(Error::usage(format!(
+                "{pages} pages of a layer are more than the {most} a GPU kernel can address"
+            )));
+        }
+        let bytes = values * self.kind.bytes();
+        let half = || {
+            let memory = self.device().alloc("the KV cache", bytes)?;
+            self.device().queue_fill(memory.address(), 0, bytes)?;
+            Ok(memory)
+        };
+        Ok(CudaPages {
+            layout: *layout,
+            pages,
+            keys: half()?,
+            values: half()?,
+        })
+    }
+
+    fn copy_pages(&self, pages: &mut CudaPages, copies: &[(u32, u32)]) -> Result<()> {
+        let KvLayout {
+            page_size,
+            kv_heads,
+            head_dim,
+            ..
+        } = pages.layout;
+        let bytes = page_size * kv_heads * head_dim * self.kind.bytes();
+        for &(from, to) in copies {
+            let place =
+                |memory: &Memory, page: u32| memory.address() + (page as usize * bytes) as Address;
+            for memory in [&pages.keys, &pages.values] {
+                self.device()
+                    .queue_copy(place(memory, to), place(memory, from), bytes)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn read_slot(
+        &self,
+        pages: &CudaPages,
+        page: usize,
+        kv_head: usize,
+        offset: usize,
+    ) -> Result<(Vec<f32>, Vec<f32>)> {
+        let KvLayout {
+            page_size,
+            kv_heads,
+            head_dim,
+            ..
+        } = pages.layout;
+        let first =
+            ((page * kv_heads + kv_head) * page_size + offset) * head_dim * self.kind.bytes();
+        let read = |memory: &Memory| {
+            let mut bytes = vec![0; head_dim * self.kind.bytes()];
+            self.device()
+                .download(memory.address() + first as Address, &mut bytes)?;
+            Ok(decoded(self.kind, &bytes))
+        };
+        Ok((read(&pages.keys)?, read(&pages.values)?))
+    }
+
+    fn alloc_step(&self, rows: usize, spans: usize, table_width: usize) -> Result<CudaStep> {
+        let offsets = Offsets {
+            rows,
+            spans,
+            table_width,
+        };
+        let device = self.device();
+        Ok(CudaStep {
+            arrays: device.alloc("a step's layout", offsets.words() * 4)?,
+            offsets,
+            rows: 0,
+            span_rows: vec![0],
+            spans: Vec::new(),
+            wanted: 0,
+            staged: Mutex::new(Staged {
+                words: device.alloc_pinned(offsets.words() * 4)?,
+                copied: device.event()?,
+                group: 0,
+                counts: [0; 2],
+            }),
+            tokens: device.alloc("a step's tokens", rows * 4)?,
+            read: device.alloc_pinned(rows * 4)?,
+            sampled: Samples::Host(Vec::new()),
+            done: device.event()?,
+        })
+    }
+
+    fn prepare(
+        &self,
+        step: &mut CudaStep,
+        layout: &StepLayout,
+        previous: Option<&CudaStep>,
+    ) -> Result<()> {
+        let offsets = step.offsets;
+        let (rows, spans) = (layout.rows(), layout.spans());
+        if rows > offsets.rows || spans > offsets.spans || layout.table_width > offsets.table_width
+        {
+            return Err(Error::Bug(format!(
+                "a step of {rows} rows, {spans} spans and tables of {} in one for {}, {} and {}",
+                layout.table_width, offsets.rows, offsets.spans, offsets.table_width
+            )));
+        }
+        step.rows = rows;
+        step.span_rows = layout.span_rows.iter().map(|&row| row as usize).collect();
+        step.spans = (0..spans)
+            .map(|span| {
+                let start = layout
+                    .positions
+                    .get(layout.span(span).start)
+                    .map_or(0, |&position| position as usize);
+                [
+                    start,
+                    start + layout.span(span).len(),
+                    layout.first_pages[span] as usize,
+                ]
+            })
+            .collect();
+        *self
+            .prepared
+            .lock()
+            .expect("no thread panics with two numbers") = [rows, spans];
+        step.wanted = layout.wanted.len();
+        step.sampled = Samples::Host(Vec::new());
+
+        let mut guard = step.staged.lock().expect("no thread panics with a step");
+        let staged = &mut *guard;
+        // The copy of what was staged before may still be on its way.
+        staged.copied.wait()?;
+        let words = staged.words.words();
+        let mut put = |array: (usize, usize), values: &mut dyn Iterator<Item = u32>| {
+            let at = offsets.at(array);
+            for (word, value) in words[at..].iter_mut().zip(values) {
+                *word = value.cast_signed();
+            }
+        };
+        put(Offsets::IDS, &mut layout.ids.iter().copied());
+        put(Offsets::POSITIONS, &mut layout.positions.iter().copied());
+        put(Offsets::SLOTS, &mut layout.slots.iter().copied());
+        put(Offsets::WANTED, &mut layout.wanted.iter().copied());
+        put(
+            Offsets::TAKE_ROWS,
+            &mut layout.previous.iter().map(|taken| taken.0),
+        );
+        put(
+            Offsets::TAKE_INDICES,
+            &mut layout.previous.iter().map(|taken| taken.1),
+        );
+        let meta = |span: usize| {
+            let [start, end, first_page] = step.spans[span];
+            (start..end)
+                .flat_map(move |position| [position as u32, end as u32, first_page as u32, 0])
+        };
+        put(Offsets::ROW_META, &mut (0..spans).flat_map(meta));
+        let tables = &mut words[offsets.tables()..];
+        for span in 0..spans {
+            let table = &mut tables[span * offsets.table_width..][..offsets.table_width];
+            table.fill(0);
+            for (word, &page) in table.iter_mut().zip(layout.table(span)) {
+                *word = page.cast_signed();
+            }
+        }
+        let group = if staged.group == 0 {
+            self.group.load(Ordering::Relaxed)
+        } else {
+            staged.group
+        };
+        if group != 0 {
+            step.fill_groups(self.kind, staged, group);
+        }
+
+        let device = self.device();
+        let base = step.arrays.address();
+        if offsets.words() * 4 <= ONE_COPY {
+            device.queue_upload(base, &staged.words, 0, offsets.words() * 4)?;
+        } else {
+            let arrays = [
+                Offsets::IDS,
+                Offsets::POSITIONS,
+                Offsets::SLOTS,
+                Offsets::WANTED,
+                Offsets::TAKE_ROWS,
+                Offsets::TAKE_INDICES,
+                Offsets::ROW_META,
+                Offsets::GROUPS[0],
+                Offsets::GROUPS[1],
+            ];
+            for array in arrays {
+                let at = offsets.at(array) * 4;
+                device.queue_upload(base + at as Address, &staged.words, at, rows * array.1 * 4)?;
+            }
+            let (at, bytes) = (offsets.tables() * 4, spans * offsets.table_width * 4);
+            device.queue_upload(base + at as Address, &staged.words, at, bytes)?;
+        }
+        staged.copied.record()?;
+        if !layout.previous.is_empty() {
+            let Some(previous) = previous else {
+                return Err(Error::Bug("a row awaits the token of no step".to_owned()));
+            };
+            let (to, from) = (
+                step.address(Offsets::TAKE_ROWS),
+                step.address(Offsets::TAKE_INDICES),
+            );
+            let ids = step.address(Offsets::IDS);
+            self.ops.take_tokens(
+                ids,
+                previous.tokens.address(),
+                to,
+                from,
+                layout.previous.len(),
+            )?;
+        }
+        Ok(())
+    }
+
+    fn embed(&self, out: &mut CudaTensor, table: &CudaWeight, step: &CudaStep) -> Result<()> {
+        out.like(step.rows, table.columns)?;
+        let shape = [step.rows, table.rows, table.columns];
+        let ids = step.address(Offsets::IDS);
+        self.ops.gather(
+            out.at(),
+            table.memory.address(),
+            ids,
+            [self.kind, out.kind],
+            shape,
+        )
+    }
+
+    fn rms_norm(
+        &self,
+        out: &mut CudaTensor,
+        x: &CudaTensor,
+        weight: &CudaTensor,
+        eps: f32,
+    ) -> Result<()> {
+        out.like(x.rows, x.width)?;
+        self.expect(out, "a norm's output")?;
+        let shape = [x.rows, x.width];
+        self.ops.rms_norm(
+            out.at(),
+            x.at(),
+            None,
+            weight.at(),
+            [x.kind, out.kind],
+            shape,
+            eps,
+        )
+    }
+
+    fn add(&self, x: &mut CudaTensor, delta: &CudaTensor) -> Result<()> {
+        x.like(delta.rows, delta.width)?;
+        self.ops
+            .add(x.at(), delta.at(), [x.kind, delta.kind], x.rows * x.width)
+    }
+
+    fn linear(
+        &self,
+        out: &mut CudaTensor,
+        weight: &CudaWeight,
+        bias: Option<&CudaTensor>,
+        x: &CudaTensor,
+    ) -> Result<()> {
+        out.like(x.rows, weight.rows)?;
+        self.expect(x, "a linear's input")?;
+        let shape = [x.rows, weight.rows, weight.columns];
+        let bias = bias.map(CudaTensor::at);
+        self.ops.linear(
+            (out.at(), out.kind),
+            x.at(),
+            weight.memory.address(),
+            bias,
+            self.kind,
+            shape,
+        )
+    }
+
+    fn head_norm(&self, x: &mut CudaTensor, weight: &CudaTensor, eps: f32) -> Result<()> {
+        let shape = [x.rows * x.width / weight.width.max(1), weight.width];
+        self.ops.rms_norm(
+            x.at(),
+            x.at(),
+            None,
+            weight.at(),
+            [x.kind, x.kind],
+            shape,
+            eps,
+        )
+    }
+
+    fn rope(
+        &self,
+        x: &mut CudaTensor,
+        rope: &CudaRope,
+        step: &CudaStep,
+        queries: bool,
+    ) -> Result<()> {
+        self.expect(x, "what is rotated")?;
+        let head_dim = 2 * rope.pairs;
+        let inputs = rope.inputs(queries);
+        self.ops.rotate(
+            x.at(),
+            &inputs,
+            &step.step_arrays(),
+            self.kind,
+            [x.width / head_dim.max(1), head_dim],
+        )
+    }
+
+    fn store_kv(
+        &self,
+        pages: &mut CudaPages,
+        rows: &KvRows<CudaTensor>,
+        step: &CudaStep,
+    ) -> Result<()> {
+        let KvLayout {
+            page_size,
+            kv_heads,
+            head_dim,
+            ..
+        } = pages.layout;
+        for (pool, x) in [(&pages.keys, &rows.keys), (&pages.values, &rows.values)] {
+            x.like(step.rows, kv_heads * head_dim)?;
+            self.expect(x, "what is stored")?;
+            let shape = [kv_heads, head_dim, page_size];
+            self.ops.store(
+                pool.address(),
+                x.at(),
+                &step.step_arrays(),
+                self.kind,
+                shape,
+            )?;
+        }
+        Ok(())
+    }
+
+    fn attention(
+        &self,
+        out: &mut CudaTensor,
+        queries: &CudaTensor,
+        pages: &CudaPages,
+        step: &CudaStep,
+        shape: &AttentionShape,
+    ) -> Result<()> {
+        let AttentionShape {
+            heads,
+            kv_heads,
+            head_dim,
+            scale,
+            mask,
+        } = *shape;
+        out.like(step.rows, heads * head_dim)?;
+        queries.like(step.rows, heads * head_dim)?;
+        self.expect(queries, "queries")?;
+        if step.rows == 0 {
+            return Ok(());
+        }
+        let group = heads / kv_heads;
+        let staged = self.groups(step, group)?;
+        let recording = self.recording.load(Ordering::Relaxed);
+        let page_size = pages.layout.page_size;
+        let (few, many) = ops::attention_tiles(self.kind, group);
+        let longest = step
+            .span_rows
+            .windows(2)
+            .map(|rows| rows[1] - rows[0])
+            .max()
+            .unwrap_or(0);
+        let (array, tile): (usize, AttentionTile) = if longest * group <= few.queries {
+            (0, few)
+        } else {
+            (1, many)
+        };
+        // A recording may be replayed with its rows spread over its spans in another way: at worst each span
+        // ends with a run that is not full.
+        let count = if recording {
+            let (spans, most) = (step.spans.len(), (tile.queries / group).max(1));
+            spans + (step.rows - spans.min(step.rows)) / most
+        } else {
+            staged.counts[array]
+        };
+        let count = count.min(step.rows);
+        drop(staged);
+        let longest_table = step.offsets.table_width * page_size;
+        let blocks = if recording {
+            longest_table.div_ceil(KEY_BLOCK)
+        } else {
+            let blocks = |&[_, end, first]: &[usize; 3]| {
+                end.div_ceil(KEY_BLOCK) - first * page_size / KEY_BLOCK
+            };
+            step.spans.iter().map(blocks).max().unwrap_or(0)
+        };
+        let block_slots = blocks + 1;
+        let (causal, window) = match mask {
+            Mask::Causal => (true, EVERYTHING),
+            Mask::Window(window) => (true, window as usize),
+            Mask::BlockVisible => (false, EVERYTHING),
+            Mask::BlockWindow(window) => (false, window as usize),
+        };
+        let plan = AttentionPlan {
+            heads,
+            kv_heads,
+            head_dim,
+            page_size,
+            scale,
+            causal,
+            window,
+            pages: pages.pages,
+            blocks,
+            block_slots,
+        };
+        let scratch = Ops::split_scratch(step.rows, heads, head_dim, block_slots);
+        let enough = count * kv_heads >= self.device().info().multiprocessors as usize;
+        let whole = array == 1 && (enough || scratch > SPLIT_SCRATCH);
+        let groups = Groups {
+            address: step.address(Offsets::GROUPS[array]),
+            count,
+            tile,
+        };
+        let arrays = [queries.at(), pages.keys.address(), pages.values.address()];
+        self.ops.attention(
+            out.at(),
+            arrays,
+            &step.step_arrays(),
+            &groups,
+            &plan,
+            self.kind,
+            whole,
+        )
+    }
+
+    fn activation(
+        &self,
+        out: &mut CudaTensor,
+        x: &CudaTensor,
+        activation: &Activation,
+    ) -> Result<()> {
+        out.like(x.rows, activation.output_width(x.width))?;
+        self.expect(x, "an activation's input")?;
+        match activation {
+            Activation::SiluGated => {
+                self.ops
+                    .silu_gated(out.at(), x.at(), self.kind, [x.rows, out.width])
+            }
+            Activation::Xielu(xielu) => {
+                let scalars = [xielu.alpha_p, xielu.alpha_n, xielu.beta, xielu.eps];
+                self.ops
+                    .xielu(out.at(), x.at(), self.kind, x.rows * x.width, scalars)
+            }
+        }
+    }
+
+    fn copy_columns(
+        &self,
+        out: &mut CudaTensor,
+        to: usize,
+        x: &CudaTensor,
+        from: usize,
+        columns: usize,
+    ) -> Result<()> {
+        if out.rows != x.rows || to + columns > out.width || from + columns > x.width {
+            return Err(Error::Bug(format!(
+                "{columns} columns from {from} of {} to {to} of {}",
+                x.width, out.width
+            )));
+        }
+        let (target, source) = ((out.column(to), out.width), (x.column(from), x.width));
+        self.ops
+            .copy_columns(target, source, [x.kind, out.kind], [x.rows, columns])
+    }
+
+    fn gather_wanted(&self, out: &mut CudaTensor, x: &CudaTensor, step: &CudaStep) -> Result<()> {
+        out.like(step.wanted, x.width)?;
+        let shape = [step.wanted, x.rows, x.width];
+        self.ops.gather(
+            out.at(),
+            x.at(),
+            step.address(Offsets::WANTED),
+            [x.kind, out.kind],
+            shape,
+        )
+    }
+
+    fn sample(
+        &self,
+        step: &mut CudaStep,
+        logits: &CudaTensor,
+        rows: &[Option<RowSampler>],
+    ) -> Result<()> {
+        if rows.len() > logits.rows {
+            return Err(Error::Bug(format!(
+                "{} rows to sample of {} rows of logits",
+                rows.len(),
+                logits.rows
+            )));
+        }
+        let plain = |sampler: &Option<RowSampler>| {
+            sampler
+                .as_ref()
+                .is_some_and(|s| is_plain_argmax(s, logits.width))
+        };
+        if rows.iter().all(plain) {
+            self.ops.argmax(
+                step.tokens.address(),
+                logits.at(),
+                [rows.len(), logits.width],
+            )?;
+            self.device()
+                .queue_download(&step.read, 0, step.tokens.address(), rows.len() * 4)?;
+            step.done.record()?;
+            step.sampled = Samples::Device(rows.len());
+            return Ok(());
+        }
+        let values = self.download(logits)?;
+        let mut sampled = Vec::with_capacity(rows.len());
+        for (sampler, row) in rows.iter().zip(values.chunks(logits.width.max(1))) {
+            if let Some(sampler) = sampler {
+                sampled.push(sampler.sample(row)?);
+            }
+        }
+        let tokens: Vec<u8> = sampled
+            .iter()
+            .flat_map(|sampled| sampled.token.to_le_bytes())
+            .collect();
+        self.device().upload(step.tokens.address(), &tokens)?;
+        step.sampled = Samples::Host(sampled);
+        Ok(())
+    }
+
+    fn read_samples(&self, step: &CudaStep) -> Result<Vec<Sampled>> {
+        let count = match &step.sampled {
+            Samples::Host(sampled) => return Ok(sampled.clone()),
+            Samples::Device(count) => *count,
+        };
+        step.done.wait()?;
+        let sampled = |&token: &i32| match u32::try_from(token) {
+            Ok(token) if token != i32::MAX as u32 => Ok(Sampled {
+                token,
+                logprob: None,
+                top: Vec::new(),
+            }),
+            _ => Err(Error::Bug(
+                "a row of logits holds no number to choose".to_owned(),
+            )),
+        };
+        step.read.read_words()[..count]
+            .iter()
+            .map(sampled)
+            .collect()
+    }
+
+    fn add_rms_norm(
+        &self,
+        x: &mut CudaTensor,
+        out: &mut CudaTensor,
+        delta: &CudaTensor,
+        weight: &CudaTensor,
+        eps: f32,
+    ) -> Result<()> {
+        if delta.kind != x.kind {
+            self.add(x, delta)?;
+            return self.rms_norm(out, x, weight, eps);
+        }
+        out.like(x.rows, x.width)?;
+        x.like(delta.rows, delta.width)?;
+        let shape = [x.rows, x.width];
+        self.ops.rms_norm(
+            out.at(),
+            x.at(),
+            Some(delta.at()),
+            weight.at(),
+            [x.kind, out.kind],
+            shape,
+            eps,
+        )
+    }
+
+    fn qk_norm_rope_store(
+        &self,
+        queries: &mut CudaTensor,
+        pages: &mut CudaPages,
+        _scratch: &mut KvRows<CudaTensor>,
+        qkv: &CudaTensor,
+        norms: QkNorms<'_, Self>,
+        rope: Option<&CudaRope>,
+        step: &CudaStep,
+        shape: &AttentionShape,
+    ) -> Result<()> {
+        let AttentionShape {
+            heads,
+            kv_heads,
+            head_dim,
+            ..
+        } = *shape;
+        queries.like(step.rows, heads * head_dim)?;
+        qkv.like(step.rows, (heads + 2 * kv_heads) * head_dim)?;
+        self.expect(qkv, "a projection")?;
+        let mut inputs = rope.map_or(HeadInputs::default(), |rope| rope.inputs(true));
+        inputs.query_norm = norms.query.map_or(0, CudaTensor::at);
+        inputs.key_norm = norms.key.map_or(0, CudaTensor::at);
+        inputs.eps = norms.eps;
+        let arrays = [
+            queries.at(),
+            pages.keys.address(),
+            pages.values.address(),
+            qkv.at(),
+        ];
+        let shape = [heads, kv_heads, head_dim, pages.layout.page_size];
+        self.ops
+            .split_norm_rope_store(arrays, &inputs, &step.step_arrays(), self.kind, shape)
+    }
+
+    fn supports_graphs(&self) -> bool {
+        true
+    }
+
+    fn capture(&self, body: &mut dyn FnMut() -> Result<()>) -> Result<CudaGraph> {
+        let [rows, spans] = *self
+            .prepared
+            .lock()
+            .expect("no thread panics with two numbers");
+        self.recording.store(true, Ordering::Relaxed);
+        let recording = self.device().record(body);
+        self.recording.store(false, Ordering::Relaxed);
+        Ok(CudaGraph {
+            recording: recording?,
+            rows,
+            spans,
+        })
+    }
+
+    fn replay(&self, graph: &CudaGraph) -> Result<()> {
+        let [rows, spans] = *self
+            .prepared
+            .lock()
+            .expect("no thread panics with two numbers");
+        if rows != graph.rows || spans > graph.spans {
+            return Err(Error::Bug(format!(
+                "a recording of {} rows in {} spans was replayed for {rows} in {spans}",
+                graph.rows, graph.spans
+            )));
+        }
+        self.device().replay(&graph.recording)
+    }
+}
+
+impl CudaRope {
+    fn inputs(&self, queries: bool) -> HeadInputs {
+        let query_scale = self
+            .query_scale
+            .as_ref()
+            .filter(|_| queries)
+            .map_or(0, Memory::address);
+        HeadInputs {
+            cos: self.cos.address(),
+            sin: self.sin.address(),
+            query_scale,
+            ..HeadInputs::default()
+        }
+    }
+}
+
+/// Whether a row asks for nothing but the largest of all `width` logits.
+fn is_plain_argmax(sampler: &RowSampler, width: usize) -> bool {
+    let params = &sampler.params;
+    params.temperature == 0.0
+        && !params.has_penalties()
+        && params.logit_bias.is_empty()
+        && sampler.counts.is_none()
+        && sampler.mask.is_none()
+        && sampler.top_logprobs.is_none()
+        && sampler.vocabulary >= width
+}

@@ -1,0 +1,326 @@
+//! A model of random weights at a real shape on the GPU: steps of many kinds timed against the bandwidth and
+//! the tensor throughput measured in the same run, and the rule that a recorded step gives what an eager one
+//! gives.
+//!
+//! `gpu-bench [--toolkit DIR] PACK_FOLDER MODEL_FOLDER`, where the model's folder holds a `config.json`.
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use tileinfer::backend::{Backend, ComputeType, StepLayout};
+use tileinfer::config::ModelConfig;
+use tileinfer::kv::{KvElement, KvLayout};
+use tileinfer::model::{DecoderLM, LoadOptions, Workspace, forward};
+use tileinfer::weights::HostModel;
+use tileinfer::{Error, Result};
+use tileinfer_cuda::{CudaBackend, CudaOptions, CudaPages};
+
+/// Slots of a page.
+const PAGE: usize = 64;
+
+/// The longest sequence.
+const LONGEST: usize = 32768 + PAGE;
+
+/// Positions the cache has room for.
+const POSITIONS: usize = 69632;
+
+fn main() {
+    let mut options = CudaOptions::default();
+    let mut arguments = std::env::args().skip(1).peekable();
+    if arguments
+        .next_if(|argument| argument == "--toolkit")
+        .is_some()
+    {
+        options.kernels.toolkit = arguments.next().map(PathBuf::from);
+    }
+    options
+        .kernels
+        .pack_folders
+        .extend(arguments.next().map(PathBuf::from));
+    let result = match arguments.next() {
+        Some(model) => run(&options, &PathBuf::from(model)),
+        None => Err(Error::usage(
+            "usage: gpu-bench [--toolkit DIR] PACK_FOLDER MODEL_FOLDER",
+        )),
+    };
+    if let Err(error) = result {
+        println!("error: {error}");
+        std::process::exit(1);
+    }
+}
+
+struct Bench {
+    backend: CudaBackend,
+    model: DecoderLM<CudaBackend>,
+    workspace: Workspace<CudaBackend>,
+    pages: Vec<CudaPages>,
+    /// Bytes of all linears and the head.
+    weights: f64,
+    /// Bytes of keys and values of one position, all layers.
+    position: f64,
+    /// Bytes a second of the best plain read.
+    read: f64,
+}
+
+fn run(options: &CudaOptions, folder: &std::path::Path) -> Result<()> {
+    let backend = CudaBackend::open(ComputeType::Bf16, options)?;
+    let config = ModelConfig::from_dir(folder)?;
+    let started = Instant::now();
+    let host = HostModel::random(&config, 1);
+    println!(
+        "{}, {}: made in {:.1} s",
+        backend.name(),
+        folder.display(),
+        started.elapsed().as_secs_f64()
+    );
+    let started = Instant::now();
+    let load = LoadOptions {
+        max_length: LONGEST,
+    };
+    let model = DecoderLM::load(&backend, &config, &host, &load, &mut |_, _| ())?;
+    backend.ops().device().synchronize()?;
+    let seconds = started.elapsed().as_secs_f64();
+    println!(
+        "loaded {:.2} GB in {seconds:.2} s, {:.1} GB/s",
+        host.bytes() as f64 / 1e9,
+        host.bytes() as f64 / 1e9 / seconds
+    );
+    drop(host);
+
+    let attention = model.layers[0].attention;
+    let element = KvElement::Compute(ComputeType::Bf16);
+    let layout = KvLayout {
+        page_size: PAGE,
+        kv_heads: attention.kv_heads,
+        head_dim: attention.head_dim,
+        element,
+    };
+    let pages = model
+        .layers
+        .iter()
+        .map(|_| backend.alloc_pages(&layout, POSITIONS / PAGE))
+        .collect::<Result<_>>()?;
+    let workspace = Workspace::new(&backend, &model, 4096, 64, LONGEST.div_ceil(PAGE), &[])?;
+    let (hidden, wide) = (model.hidden, model.layers[0].wide);
+    let q = attention.heads * attention.head_dim;
+    let kv = attention.kv_heads * attention.head_dim;
+    let down = model.layers[0].activation.output_width(wide);
+    let layer = hidden * (q + 2 * kv) + q * hidden + hidden * wide + down * hidden;
+    let weights = 2.0 * (layer * model.layers.len() + hidden * model.head_rows) as f64;
+    let position = (layout.position_bytes() * model.layers.len()) as f64;
+    let mut bench = Bench {
+        backend,
+        model,
+        workspace,
+        pages,
+        weights,
+        position,
+        read: 0.0,
+    };
+    bench.read = bench.best_read()?;
+    println!(
+        "best read {:.0} GB/s, weights of a step {:.2} GB",
+        bench.read / 1e9,
+        weights / 1e9
+    );
+    bench.same_text()?;
+    for (context, new, sequences) in [
+        (128, 1, 1),
+        (4096, 1, 1),
+        (32768, 1, 1),
+        (4096, 4, 1),
+        (4096, 8, 1),
+        (4096, 16, 1),
+        (1024, 1, 8),
+        (1024, 1, 32),
+        (1024, 1, 64),
+        (512, 512, 1),
+        (4096, 4096, 1),
+    ] {
+        bench.step(context, new, sequences)?;
+    }
+    for name in bench.backend.ops().kernels().compiled() {
+        println!("not in the pack: {name}");
+    }
+    Ok(())
+}
+
+impl Bench {
+    /// The last `new` rows of each of `sequences` sequences of `context` positions; the last row's logits.
+    fn layout(context: usize, new: usize, sequences: usize) -> StepLayout {
+        let width = context.div_ceil(PAGE);
+        let mut layout = StepLayout {
+            span_rows: vec![0],
+            table_width: width,
+            ..StepLayout::default()
+        };
+        for sequence in 0..sequences {
+            // Scattered, each page once: 7919 is prime and does not divide the number of pages.
+            let page = |i: usize| ((sequence * width + i) * 7919 % (POSITIONS / PAGE)) as u32;
+            layout.tables.extend((0..width).map(page));
+            for position in context - new..context {
+                layout.ids.push((position * 31 % 1000) as u32);
+                layout.positions.push(position as u32);
+                layout
+                    .slots
+                    .push(page(position / PAGE) * PAGE as u32 + (position % PAGE) as u32);
+            }
+            layout.first_pages.push(0);
+            layout.span_rows.push(layout.positions.len() as u32);
+            layout.wanted.push(layout.positions.len() as u32 - 1);
+        }
+        layout
+    }
+
+    fn begin(&mut self, layout: &StepLayout) -> Result<()> {
+        self.workspace
+            .begin(&self.backend, &self.model, layout, None)
+    }
+
+    fn forward(&mut self) -> Result<()> {
+        forward(
+            &self.backend,
+            &self.model,
+            &mut self.pages,
+            &mut self.workspace,
+        )
+    }
+
+    fn logits(&mut self, layout: &StepLayout) -> Result<Vec<u32>> {
+        self.begin(layout)?;
+        self.forward()?;
+        let logits = self.backend.download(&self.workspace.logits)?;
+        Ok(logits.into_iter().map(f32::to_bits).collect())
+    }
+
+    /// The same row alone, among 16, in a prefill of 300 and in a recording: the same bits.
+    fn same_text(&mut self) -> Result<()> {
+        let vocabulary = self.model.head_rows;
+        let last = |logits: Vec<u32>| logits[logits.len() - vocabulary..].to_vec();
+        let whole = last(self.logits(&Self::layout(300, 300, 1))?);
+        let sixteen = last(self.logits(&Self::layout(300, 16, 1))?);
+        let one = last(self.logits(&Self::layout(300, 1, 1))?);
+        println!(
+            "one row as 16 rows: {}, as a prefill of 300: {}",
+            verdict(&one, &sixteen),
+            verdict(&one, &whole)
+        );
+        let mut chunks = Vec::new();
+        for end in [100, 228, 300] {
+            let start = if end == 100 {
+                0
+            } else if end == 228 {
+                100
+            } else {
+                228
+            };
+            let mut layout = Self::layout(300, 300 - start, 1);
+            let rows = end - start;
+            layout.ids.truncate(rows);
+            layout.positions.truncate(rows);
+            layout.slots.truncate(rows);
+            layout.span_rows = vec![0, rows as u32];
+            layout.wanted = vec![rows as u32 - 1];
+            chunks = last(self.logits(&layout)?);
+        }
+        println!("a prefill in chunks: {}", verdict(&chunks, &whole));
+        // Recorded at another context, replayed here.
+        self.begin(&Self::layout(700, 1, 1))?;
+        let graph = self.record()?;
+        self.begin(&Self::layout(300, 1, 1))?;
+        self.backend.replay(&graph)?;
+        let replayed = self.backend.download(&self.workspace.logits)?;
+        let replayed: Vec<u32> = replayed.into_iter().map(f32::to_bits).collect();
+        println!("a recording as an eager step: {}", verdict(&replayed, &one));
+        Ok(())
+    }
+
+    fn record(&mut self) -> Result<<CudaBackend as Backend>::Graph> {
+        // Once without recording, so that every kernel is loaded and all scratch is there.
+        self.forward()?;
+        let Bench {
+            backend,
+            model,
+            workspace,
+            pages,
+            ..
+        } = self;
+        backend.capture(&mut || forward(backend, model, pages, workspace))
+    }
+
+    /// Milliseconds of `body`, the median of `times`.
+    fn time(&mut self, times: usize, mut body: impl FnMut(&mut Self) -> Result<()>) -> Result<f64> {
+        let device = self.backend.ops().device().clone();
+        let (start, end) = (device.event()?, device.event()?);
+        body(self)?;
+        let mut all = Vec::new();
+        for _ in 0..times {
+            start.record()?;
+            body(self)?;
+            end.record()?;
+            end.wait()?;
+            all.push(f64::from(start.milliseconds_to(&end)?));
+        }
+        all.sort_by(f64::total_cmp);
+        Ok(all[times / 2])
+    }
+
+    fn step(&mut self, context: usize, new: usize, sequences: usize) -> Result<()> {
+        let layout = Self::layout(context, new, sequences);
+        let rows = new * sequences;
+        self.begin(&layout)?;
+        let eager = self.time(5, Bench::forward)?;
+        let bytes = self.weights + self.position * (context * sequences) as f64;
+        let mut line = format!("{sequences:3} x {new:4} rows at {context:5}: eager {eager:8.3} ms");
+        let mut best = eager;
+        if rows <= 64 {
+            let graph = self.record()?;
+            let replay = self.time(20, |bench| bench.backend.replay(&graph))?;
+            let whole = self.time(20, |bench| {
+                bench.begin(&layout)?;
+                bench.backend.replay(&graph)
+            })?;
+            line += &format!(", recorded {replay:7.3} ms, with its layout {whole:7.3} ms");
+            best = replay;
+        }
+        let linears = (self.weights / 2.0 - (self.model.hidden * self.model.head_rows) as f64)
+            * 2.0
+            * rows as f64;
+        let shape = self.model.layers[0].attention;
+        let seen = context as f64 - (new as f64 - 1.0) / 2.0;
+        let attention =
+            4.0 * (shape.heads * shape.head_dim * self.model.layers.len() * rows) as f64 * seen;
+        line += &format!(
+            ", {:.2} of read, {:.0} TFLOP/s",
+            bytes / (best / 1e3) / self.read,
+            (linears + attention) / best / 1e9
+        );
+        println!("{line}");
+        Ok(())
+    }
+
+    /// Bytes a second of streaming the head, whose weight is the largest, again and again.
+    fn best_read(&mut self) -> Result<f64> {
+        let layout = Self::layout(1, 1, 1);
+        self.begin(&layout)?;
+        let bytes = (self.model.head_rows * self.model.hidden * 2) as f64;
+        let milliseconds = self.time(20, |bench| {
+            let Bench {
+                backend,
+                model,
+                workspace,
+                ..
+            } = bench;
+            backend.linear(&mut workspace.logits, &model.head, None, &workspace.hidden)
+        })?;
+        Ok(bytes / milliseconds * 1e3)
+    }
+}
+
+fn verdict(a: &[u32], b: &[u32]) -> String {
+    let differ = a.iter().zip(b).filter(|(a, b)| a != b).count();
+    match differ {
+        0 if a.len() == b.len() => "bit for bit".to_owned(),
+        _ => format!("FAILED, {differ} of {} differ", b.len()),
+    }
+}

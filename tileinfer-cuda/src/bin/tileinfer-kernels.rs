@@ -1,0 +1,111 @@
+//! Compiles every kernel for the architectures named into packs. Needs a CUDA toolkit's `tileiras`, no GPU.
+//!
+//! `tileinfer-kernels TOOLKIT FOLDER ARCH...`
+
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use sha2::{Digest, Sha256};
+use tileinfer::{Error, Result};
+use tileinfer_cuda::compile::{self, Assembler};
+use tileinfer_cuda::kernels::{Variant, fingerprint};
+use tileinfer_cuda::ops::catalog;
+use tileinfer_cuda::pack::Pack;
+
+fn main() {
+    let mut arguments = std::env::args().skip(1);
+    let catalog = catalog();
+    let (Some(toolkit), Some(folder)) = (arguments.next(), arguments.next()) else {
+        eprintln!("usage: tileinfer-kernels TOOLKIT FOLDER ARCH...");
+        std::process::exit(2);
+    };
+    let result = arguments.try_for_each(|arch| {
+        build(
+            &catalog,
+            &PathBuf::from(&toolkit),
+            &PathBuf::from(&folder),
+            &arch,
+        )
+    });
+    if let Err(error) = result {
+        eprintln!("error: {error}");
+        std::process::exit(1);
+    }
+}
+
+/// Compiles `variants` for `arch`. What was compiled before from the same bytecode is kept in
+/// `FOLDER/cubins`.
+fn build(variants: &[Variant], toolkit: &Path, folder: &Path, arch: &str) -> Result<()> {
+    let Some(assembler) = Assembler::in_toolkit(toolkit) else {
+        return Err(Error::Device(format!(
+            "{} holds no bin/tileiras; `cargo xtask cuda-toolchain` lays one out",
+            toolkit.display()
+        )));
+    };
+    let cubins = folder.join("cubins");
+    std::fs::create_dir_all(&cubins).map_err(|source| Error::io(&cubins, source))?;
+    let path = folder.join(format!("tileinfer-{arch}.pack"));
+    let pack = Mutex::new(Pack::new(arch, fingerprint()));
+    let failures = Mutex::new(Vec::new());
+    let next = AtomicUsize::new(0);
+    let work = || {
+        while let Some(variant) = variants.get(next.fetch_add(1, Ordering::Relaxed)) {
+            match cubin(&assembler, variant, &cubins, arch) {
+                Ok(cubin) => {
+                    pack.lock()
+                        .expect("no thread panics with the pack")
+                        .insert(&variant.to_string(), &cubin);
+                }
+                Err(error) => failures
+                    .lock()
+                    .expect("no thread panics with the list")
+                    .push(error.to_string()),
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        let threads = std::thread::available_parallelism().map_or(2, std::num::NonZero::get);
+        for _ in 0..threads {
+            scope.spawn(work);
+        }
+    });
+    let failures = failures
+        .into_inner()
+        .expect("no thread panicked with the list");
+    for failure in &failures {
+        eprintln!("{failure}");
+    }
+    let pack = pack.into_inner().expect("no thread panicked with the pack");
+    pack.write(&path)?;
+    let bytes = std::fs::metadata(&path).map_or(0, |file| file.len());
+    println!(
+        "{}: {} kernels, {} KiB",
+        path.display(),
+        pack.len(),
+        bytes / 1024
+    );
+    match failures.len() {
+        0 => Ok(()),
+        count => Err(Error::Bug(format!(
+            "{count} kernels do not compile for {arch}"
+        ))),
+    }
+}
+
+/// The machine code of a variant: kept, or assembled and kept.
+fn cubin(assembler: &Assembler, variant: &Variant, cubins: &Path, arch: &str) -> Result<Vec<u8>> {
+    let bytecode = compile::bytecode(variant, arch)?;
+    let mut hasher = Sha256::new();
+    hasher.update(&bytecode);
+    hasher.update(arch);
+    let path = cubins.join(format!("{:x}.cubin", hasher.finalize()));
+    if let Ok(cubin) = std::fs::read(&path) {
+        return Ok(cubin);
+    }
+    let cubin = assembler.assemble(&variant.to_string(), &bytecode, arch)?;
+    let temporary = path.with_extension(format!("{}.incomplete", std::process::id()));
+    std::fs::write(&temporary, &cubin).map_err(|source| Error::io(&temporary, source))?;
+    std::fs::rename(&temporary, &path).map_err(|source| Error::io(&path, source))?;
+    Ok(cubin)
+}

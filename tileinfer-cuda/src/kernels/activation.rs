@@ -1,0 +1,79 @@
+//! The activation between the two linears of an MLP, in f32 and rounded once.
+
+#[cutile::module]
+#[allow(missing_docs)]
+pub mod activation {
+    use super::super::views::views::*;
+    use cutile::core::*;
+
+    /// `out = silu(gate) * up` of rows that hold `width` gate values, then `width` up values.
+    /// Grid: (width / W, rows).
+    #[cutile::entry(unchecked_accesses = true)]
+    unsafe fn silu_gated<E: ElementType, const W: i32>(
+        out: *mut E,
+        x: *mut E,
+        rows: i32,
+        width: i32,
+    ) {
+        let pid: (i32, i32, i32) = get_tile_block_id();
+        let free: Token = start();
+        // Gate and up halves as the even and the odd rows of one matrix.
+        let x_view: Tensor<E, { [-1, -1] }> = matrix(x, rows * 2, width, width, free);
+        let x_part: Partition<E, { [1, W] }> = x_view.partition(shape![1, W]);
+        let gate: Tile<E, { [1, W] }> = x_part.load([pid.1 * 2, pid.0]);
+        let up: Tile<E, { [1, W] }> = x_part.load([pid.1 * 2 + 1, pid.0]);
+        let gate: Tile<f32, { [1, W] }> = convert_tile(gate);
+        let up: Tile<f32, { [1, W] }> = convert_tile(up);
+        let one: Tile<f32, { [1, W] }> = constant(1.0f32, shape![1, W]);
+        let zero: Tile<f32, { [1, W] }> = constant(0.0f32, shape![1, W]);
+        let value: Tile<f32, { [1, W] }> = true_div(gate, one + exp(zero - gate)) * up;
+        let value: Tile<E, { [1, W] }> = convert_tile(value);
+        let out_view: Tensor<E, { [-1, -1] }> = matrix(out, rows, width, width, free);
+        let mut out_part: PartitionMut<E, { [1, W] }> = out_view.partition_full_mut(shape![1, W]);
+        out_part.store_unchecked(value, [pid.1, pid.0]);
+    }
+
+    /// xIELU (arXiv:2411.13010) of `count` values. Near zero `expm1(x) - x` is a Taylor polynomial: the
+    /// difference of two close numbers would lose its digits. Grid: (count / W).
+    #[cutile::entry(unchecked_accesses = true)]
+    unsafe fn xielu<E: ElementType, const W: i32>(
+        out: *mut E,
+        x: *mut E,
+        count: i32,
+        alpha_p: f32,
+        alpha_n: f32,
+        beta: f32,
+        eps: f32,
+    ) {
+        let pid: (i32, i32, i32) = get_tile_block_id();
+        let free: Token = start();
+        let x_view: Tensor<E, { [-1, -1] }> = matrix(x, 1, count, count, free);
+        let x_part: Partition<E, { [1, W] }> = x_view.partition(shape![1, W]);
+        let value: Tile<E, { [1, W] }> = x_part.load([0i32, pid.0]);
+        let value: Tile<f32, { [1, W] }> = convert_tile(value);
+        let zero: Tile<f32, { [1, W] }> = constant(0.0f32, shape![1, W]);
+        let one: Tile<f32, { [1, W] }> = constant(1.0f32, shape![1, W]);
+        let slope: Tile<f32, { [1, W] }> = broadcast_scalar(beta, shape![1, W]);
+        let positive: Tile<f32, { [1, W] }> =
+            broadcast_scalar(alpha_p, shape![1, W]) * value * value;
+
+        let low: Tile<f32, { [1, W] }> = min_tile(value, broadcast_scalar(eps, shape![1, W]));
+        let far: Tile<f32, { [1, W] }> = exp(low) - one;
+        let c3: Tile<f32, { [1, W] }> = constant(0.16666667f32, shape![1, W]);
+        let c4: Tile<f32, { [1, W] }> = constant(0.041666668f32, shape![1, W]);
+        let c5: Tile<f32, { [1, W] }> = constant(0.008333334f32, shape![1, W]);
+        let c6: Tile<f32, { [1, W] }> = constant(0.0013888889f32, shape![1, W]);
+        let half: Tile<f32, { [1, W] }> = constant(0.5f32, shape![1, W]);
+        let near: Tile<f32, { [1, W] }> =
+            low + low * low * (half + low * (c3 + low * (c4 + low * (c5 + low * c6))));
+        let edge: Tile<f32, { [1, W] }> = constant(-0.5f32, shape![1, W]);
+        let expm1: Tile<f32, { [1, W] }> = select(gt_tile(low, edge), near, far);
+        let negative: Tile<f32, { [1, W] }> =
+            (expm1 - value) * broadcast_scalar(alpha_n, shape![1, W]);
+        let curve: Tile<f32, { [1, W] }> = select(gt_tile(value, zero), positive, negative);
+        let result: Tile<E, { [1, W] }> = convert_tile(curve + slope * value);
+        let out_view: Tensor<E, { [-1, -1] }> = matrix(out, 1, count, count, free);
+        let mut out_part: PartitionMut<E, { [1, W] }> = out_view.partition_full_mut(shape![1, W]);
+        out_part.store_unchecked(result, [0i32, pid.0]);
+    }
+}

@@ -1,0 +1,200 @@
+//! Linear layers, `y = W x + b`, for few rows (weights streamed once) and for many (tensor cores busy).
+//!
+//! One reduction tree per weight: K is cut into splits that depend on the weight's shape alone; within a
+//! split one f32 accumulator runs through K in the tensor core, whatever the tile; the splits' sums are
+//! added left to right, starting from zero. So a row's result does not depend on which kernel or tile
+//! computed it.
+
+#[cutile::module]
+#[allow(missing_docs)]
+pub mod linear {
+    use super::super::views::views::*;
+    use cutile::core::*;
+
+    /// Up to a few hundred rows: the weight stands on the left, so that its rows fill the tensor core's 64.
+    /// Each block reduces one split; the last to finish a tile adds up its splits.
+    /// Grid: (rows / BT, weight rows / BN, splits). `partials` holds every tile of every split, `tickets`
+    /// a zero for every tile.
+    #[cutile::entry(unchecked_accesses = true)]
+    unsafe fn linear_few<
+        E: ElementType,
+        O: ElementType,
+        const BN: i32,
+        const BK: i32,
+        const BT: i32,
+        const LATENCY: i32,
+    >(
+        y: *mut O,
+        x: *mut E,
+        w: *mut E,
+        bias: *mut E,
+        has_bias: i32,
+        partials: *mut f32,
+        tickets: *mut i32,
+        t: i32,
+        n: i32,
+        k: i32,
+        k_split: i32,
+    ) {
+        let pid: (i32, i32, i32) = get_tile_block_id();
+        let grid: (i32, i32, i32) = get_num_tile_blocks();
+        let splits: i32 = grid.2;
+        let free: Token = start();
+
+        // No kernel writes weights: their first loads need not wait.
+        let w_view: Tensor<E, { [-1, -1] }> = matrix(w, n, k, k, new_token_unordered());
+        let x_view: Tensor<E, { [-1, -1] }> = matrix(x, t, k, k, free);
+        let w_part: Partition<E, { [BN, BK] }> = w_view.partition(shape![BN, BK]);
+        let x_part: Partition<E, { [BT, BK] }> = x_view.partition(shape![BT, BK]);
+
+        let first: i32 = pid.2 * (k_split / BK);
+        let last: i32 = min(first + k_split / BK, ceil_div(k, BK));
+        let mut acc: Tile<f32, { [BN, BT] }> = constant(0.0f32, shape![BN, BT]);
+        for i in first..last {
+            let a: Tile<E, { [BN, BK] }> = w_part.load_pipelined::<LATENCY>([pid.1, i]);
+            let b: Tile<E, { [BT, BK] }> = x_part.load_pipelined::<LATENCY>([pid.0, i]);
+            let b: Tile<E, { [BK, BT] }> = b.transpose();
+            acc = mma(a, b, acc);
+        }
+
+        let mut mine: i32 = 1;
+        if splits > 1 {
+            let tile: i32 = pid.1 * grid.0 + pid.0;
+            let slots: i32 = grid.0 * grid.1 * splits;
+            let p_view: Tensor<f32, { [-1, -1] }> = matrix(partials, slots * BN, BT, BT, free);
+            let mut p_part: PartitionMut<f32, { [BN, BT] }> =
+                p_view.partition_full_mut(shape![BN, BT]);
+            store_view_tko_mut(
+                &mut p_part,
+                acc,
+                [tile * splits + pid.2, 0i32],
+                ordering::Weak,
+                scope::TileBlock,
+                None,
+                tma::Disabled,
+            );
+            let stored: Token = get_partition_token_mut(&p_part);
+            let base: PointerTile<*mut i32, { [] }> = pointer_to_tile(tickets);
+            let ticket: PointerTile<*mut i32, { [] }> = base.offset(tile);
+            let one: Tile<i32, { [] }> = constant(1i32, shape![]);
+            let (old, taken): (Tile<i32, { [] }>, Token) = atomic_rmw_tko(
+                ticket,
+                one,
+                atomic::Add,
+                ordering::AcqRel,
+                scope::Device,
+                None,
+                Some(stored),
+            );
+            let old: i32 = tile_to_scalar(old);
+            mine = 0;
+            if old == splits - 1 {
+                mine = 1;
+                let zero: Tile<i32, { [] }> = constant(0i32, shape![]);
+                let _reset: Token = store_ptr_tko(
+                    ticket,
+                    zero,
+                    ordering::Weak,
+                    None::<scope::Device>,
+                    None,
+                    Some(taken),
+                    Latency::<0>,
+                );
+                let r_view: Tensor<f32, { [-1, -1] }> = matrix(partials, slots * BN, BT, BT, taken);
+                let r_part: Partition<f32, { [BN, BT] }> = r_view.partition(shape![BN, BT]);
+                let mut sum: Tile<f32, { [BN, BT] }> = constant(0.0f32, shape![BN, BT]);
+                for s in 0i32..splits {
+                    let part: Tile<f32, { [BN, BT] }> = load_view_tko(
+                        &r_part,
+                        [tile * splits + s, 0i32],
+                        ordering::Weak,
+                        scope::TileBlock,
+                        None,
+                        tma::Disabled,
+                    );
+                    sum = sum + part;
+                }
+                acc = sum;
+            }
+        }
+        if mine == 1 {
+            if has_bias == 1 {
+                let b_view: Tensor<E, { [-1, -1] }> = matrix(bias, 1, n, n, free);
+                let b_part: Partition<E, { [1, BN] }> = b_view.partition(shape![1, BN]);
+                let b: Tile<E, { [1, BN] }> = b_part.load([0i32, pid.1]);
+                let b: Tile<f32, { [1, BN] }> = convert_tile(b);
+                let b: Tile<f32, { [BN, 1] }> = b.reshape(shape![BN, 1]);
+                acc = acc + b.broadcast(shape![BN, BT]);
+            }
+            let out: Tile<O, { [BN, BT] }> = convert_tile(acc);
+            let out: Tile<O, { [BT, BN] }> = out.transpose();
+            let y_view: Tensor<O, { [-1, -1] }> = matrix(y, t, n, n, free);
+            let mut y_part: PartitionMut<O, { [BT, BN] }> =
+                y_view.partition_full_mut(shape![BT, BN]);
+            y_part.store_unchecked(out, [pid.0, pid.1]);
+        }
+    }
+    /// Many rows: the activations stand on the left, each block reduces all splits one after the other.
+    /// Grid: (rows / BT, weight rows / BN).
+    #[cutile::entry(unchecked_accesses = true)]
+    unsafe fn linear_many<
+        E: ElementType,
+        O: ElementType,
+        const BN: i32,
+        const BK: i32,
+        const BT: i32,
+        const SPLIT: i32,
+        const LATENCY: i32,
+    >(
+        y: *mut O,
+        x: *mut E,
+        w: *mut E,
+        bias: *mut E,
+        has_bias: i32,
+        t: i32,
+        n: i32,
+        k: i32,
+        k_split: i32,
+    ) {
+        let pid: (i32, i32, i32) = get_tile_block_id();
+        let free: Token = start();
+        // No kernel writes weights: their first loads need not wait.
+        let w_view: Tensor<E, { [-1, -1] }> = matrix(w, n, k, k, new_token_unordered());
+        let x_view: Tensor<E, { [-1, -1] }> = matrix(x, t, k, k, free);
+        let w_part: Partition<E, { [BN, BK] }> = w_view.partition(shape![BN, BK]);
+        let x_part: Partition<E, { [BT, BK] }> = x_view.partition(shape![BT, BK]);
+        let steps: i32 = ceil_div(k, BK);
+        let mut sum: Tile<f32, { [BT, BN] }> = constant(0.0f32, shape![BT, BN]);
+        if SPLIT == 0 {
+            for i in 0i32..steps {
+                let a: Tile<E, { [BT, BK] }> = x_part.load_pipelined::<LATENCY>([pid.0, i]);
+                let b: Tile<E, { [BN, BK] }> = w_part.load_pipelined::<LATENCY>([pid.1, i]);
+                let b: Tile<E, { [BK, BN] }> = b.transpose();
+                sum = mma(a, b, sum);
+            }
+        } else {
+            let per_split: i32 = k_split / BK;
+            for s in 0i32..ceil_div(steps, per_split) {
+                let mut acc: Tile<f32, { [BT, BN] }> = constant(0.0f32, shape![BT, BN]);
+                for i in (s * per_split)..min(s * per_split + per_split, steps) {
+                    let a: Tile<E, { [BT, BK] }> = x_part.load_pipelined::<LATENCY>([pid.0, i]);
+                    let b: Tile<E, { [BN, BK] }> = w_part.load_pipelined::<LATENCY>([pid.1, i]);
+                    let b: Tile<E, { [BK, BN] }> = b.transpose();
+                    acc = mma(a, b, acc);
+                }
+                sum = sum + acc;
+            }
+        }
+        if has_bias == 1 {
+            let b_view: Tensor<E, { [-1, -1] }> = matrix(bias, 1, n, n, free);
+            let b_part: Partition<E, { [1, BN] }> = b_view.partition(shape![1, BN]);
+            let b: Tile<E, { [1, BN] }> = b_part.load([0i32, pid.1]);
+            let b: Tile<f32, { [1, BN] }> = convert_tile(b);
+            sum = sum + b.broadcast(shape![BT, BN]);
+        }
+        let out: Tile<O, { [BT, BN] }> = convert_tile(sum);
+        let y_view: Tensor<O, { [-1, -1] }> = matrix(y, t, n, n, free);
+        let mut y_part: PartitionMut<O, { [BT, BN] }> = y_view.partition_full_mut(shape![BT, BN]);
+        y_part.store_unchecked(out, [pid.0, pid.1]);
+    }
+}

@@ -1,0 +1,370 @@
+//! Between the q/k/v projection and attention: norms of heads, rotation (arXiv:2104.09864, rotate-half
+//! form), page write.
+
+#[cutile::module]
+#[allow(missing_docs)]
+pub mod rope {
+    use super::super::views::views::*;
+    use cutile::core::*;
+
+    /// One part (queries, keys or values) of one row, `HB` heads a block; `P` is the half head padded to a
+    /// power of two. `part` 0 writes queries to `queries`, 1 and 2 write to their row's slot.
+    ///
+    /// # Safety
+    /// As for the entry points below.
+    unsafe fn heads_of_part<E: ElementType, const HB: i32, const P: i32>(
+        free: Token,
+        out: *mut E,
+        out_vector: Tile<i32, { [HB, P] }>,
+        x: *mut E,
+        x_first: i32,
+        weight: *mut E,
+        normed: i32,
+        cos: *mut f32,
+        sin: *mut f32,
+        turned: i32,
+        scale: f32,
+        first_head: i32,
+        heads: i32,
+        head_dim: i32,
+        position: i32,
+        eps: f32,
+    ) {
+        let half: i32 = head_dim / 2;
+        let lane: Tile<i32, { [HB, P] }> = column_numbers::<HB, P>();
+        let head: Tile<i32, { [HB, P] }> =
+            row_numbers::<HB, P>() + broadcast_scalar(first_head, shape![HB, P]);
+        let inside: Tile<bool, { [HB, P] }> = lt_tile(lane, broadcast_scalar(half, shape![HB, P]));
+        let there: Tile<bool, { [HB, P] }> = lt_tile(head, broadcast_scalar(heads, shape![HB, P]));
+        let live: Tile<bool, { [HB, P] }> = inside & there;
+        let dims: Tile<i32, { [HB, P] }> = broadcast_scalar(head_dim, shape![HB, P]);
+        let halves: Tile<i32, { [HB, P] }> = broadcast_scalar(half, shape![HB, P]);
+        let from: Tile<i32, { [HB, P] }> =
+            broadcast_scalar(x_first, shape![HB, P]) + head * dims + lane;
+        let (a, _t): (Tile<E, { [HB, P] }>, Token) = load_ptr_tko(
+            addresses(x, from),
+            ordering::Weak,
+            None::<scope::Device>,
+            Some(live),
+            None,
+            Some(free),
+            Latency::<0>,
+        );
+        let (b, _t): (Tile<E, { [HB, P] }>, Token) = load_ptr_tko(
+            addresses(x, from + halves),
+            ordering::Weak,
+            None::<scope::Device>,
+            Some(live),
+            None,
+            Some(free),
+            Latency::<0>,
+        );
+        let nothing: Tile<E, { [HB, P] }> = constant(E::ZERO, shape![HB, P]);
+        let mut a: Tile<E, { [HB, P] }> = select(live, a, nothing);
+        let mut b: Tile<E, { [HB, P] }> = select(live, b, nothing);
+        if normed == 1 {
+            let a32: Tile<f32, { [HB, P] }> = convert_tile(a);
+            let b32: Tile<f32, { [HB, P] }> = convert_tile(b);
+            let squares: Tile<f32, { [HB] }> = reduce_sum(a32 * a32 + b32 * b32, 1);
+            let count: Tile<f32, { [HB] }> =
+                broadcast_scalar(convert_scalar::<f32>(head_dim), shape![HB]);
+            let mean: Tile<f32, { [HB] }> = true_div(squares, count);
+            let factor: Tile<f32, { [HB] }> =
+                rsqrt(mean + broadcast_scalar(eps, shape![HB]), ftz::Disabled);
+            let factor: Tile<f32, { [HB, 1] }> = factor.reshape(shape![HB, 1]);
+            let factor: Tile<f32, { [HB, P] }> = factor.broadcast(shape![HB, P]);
+            let (wa, _t): (Tile<E, { [HB, P] }>, Token) = load_ptr_tko(
+                addresses(weight, lane),
+                ordering::Weak,
+                None::<scope::Device>,
+                Some(inside),
+                None,
+                Some(free),
+                Latency::<0>,
+            );
+            let (wb, _t): (Tile<E, { [HB, P] }>, Token) = load_ptr_tko(
+                addresses(weight, lane + halves),
+                ordering::Weak,
+                None::<scope::Device>,
+                Some(inside),
+                None,
+                Some(free),
+                Latency::<0>,
+            );
+            let wa: Tile<f32, { [HB, P] }> = convert_tile(wa);
+            let wb: Tile<f32, { [HB, P] }> = convert_tile(wb);
+            a = convert_tile(a32 * factor * wa);
+            b = convert_tile(b32 * factor * wb);
+        }
+        if turned == 1 {
+            let at: Tile<i32, { [HB, P] }> =
+                broadcast_scalar(position * half, shape![HB, P]) + lane;
+            let (c, _t): (Tile<f32, { [HB, P] }>, Token) = load_ptr_tko(
+                addresses(cos, at),
+                ordering::Weak,
+                None::<scope::Device>,
+                Some(inside),
+                None,
+                Some(free),
+                Latency::<0>,
+            );
+            let (s, _t): (Tile<f32, { [HB, P] }>, Token) = load_ptr_tko(
+                addresses(sin, at),
+                ordering::Weak,
+                None::<scope::Device>,
+                Some(inside),
+                None,
+                Some(free),
+                Latency::<0>,
+            );
+            let a32: Tile<f32, { [HB, P] }> = convert_tile(a);
+            let b32: Tile<f32, { [HB, P] }> = convert_tile(b);
+            let zero: Tile<f32, { [HB, P] }> = constant(0.0f32, shape![HB, P]);
+            let minus: Tile<f32, { [HB, P] }> = zero - b32 * s;
+            let plus: Tile<f32, { [HB, P] }> = a32 * s;
+            let ra: Tile<E, { [HB, P] }> =
+                convert_tile(fma(a32, c, minus, rounding::NearestEven, ftz::Disabled));
+            let rb: Tile<E, { [HB, P] }> =
+                convert_tile(fma(b32, c, plus, rounding::NearestEven, ftz::Disabled));
+            let ra: Tile<f32, { [HB, P] }> = convert_tile(ra);
+            let rb: Tile<f32, { [HB, P] }> = convert_tile(rb);
+            let scales: Tile<f32, { [HB, P] }> = broadcast_scalar(scale, shape![HB, P]);
+            a = convert_tile(ra * scales);
+            b = convert_tile(rb * scales);
+        }
+        let to: Tile<i32, { [HB, P] }> = out_vector * dims + lane;
+        let _stored: Token = store_ptr_tko(
+            addresses(out, to),
+            a,
+            ordering::Weak,
+            None::<scope::Device>,
+            Some(live),
+            Some(free),
+            Latency::<0>,
+        );
+        let _stored: Token = store_ptr_tko(
+            addresses(out, to + halves),
+            b,
+            ordering::Weak,
+            None::<scope::Device>,
+            Some(live),
+            Some(free),
+            Latency::<0>,
+        );
+    }
+
+    /// The number at `base[index]`, or 1 if there is no array.
+    ///
+    /// # Safety
+    /// As for `scalar_at`, where `given` is 1.
+    unsafe fn scale_at(free: Token, base: *mut f32, index: i32, given: i32) -> f32 {
+        let mut value: Tile<f32, { [] }> = constant(1.0f32, shape![]);
+        if given == 1 {
+            let pointer: PointerTile<*mut f32, { [] }> = pointer_to_tile(base);
+            let pointer: PointerTile<*mut f32, { [] }> = pointer.offset(index);
+            let (loaded, _token): (Tile<f32, { [] }>, Token) = load_ptr_tko(
+                pointer,
+                ordering::Weak,
+                None::<scope::Device>,
+                None,
+                None,
+                Some(free),
+                Latency::<0>,
+            );
+            value = loaded;
+        }
+        tile_to_scalar(value)
+    }
+
+    /// Splits a row of q, k and v heads, norms and rotates them, writes queries to `queries` and keys and
+    /// values to the row's slot. Grid: (blocks of query heads + 2 x blocks of kv heads, rows).
+    #[cutile::entry(unchecked_accesses = true)]
+    unsafe fn split_norm_rope_store<E: ElementType, const HB: i32, const P: i32>(
+        queries: *mut E,
+        keys: *mut E,
+        values: *mut E,
+        qkv: *mut E,
+        q_weight: *mut E,
+        k_weight: *mut E,
+        cos: *mut f32,
+        sin: *mut f32,
+        query_scale: *mut f32,
+        positions: *mut i32,
+        slots: *mut i32,
+        flags: i32,
+        heads: i32,
+        kv_heads: i32,
+        head_dim: i32,
+        page_size: i32,
+        eps: f32,
+    ) {
+        let pid: (i32, i32, i32) = get_tile_block_id();
+        let free: Token = start();
+        let row: i32 = pid.1;
+        let position: i32 = scalar_at(free, positions, row);
+        let width: i32 = (heads + 2 * kv_heads) * head_dim;
+        let q_blocks: i32 = ceil_div(heads, HB);
+        let kv_blocks: i32 = ceil_div(kv_heads, HB);
+        let q_norm: i32 = flags % 2;
+        let k_norm: i32 = (flags / 2) % 2;
+        let turned: i32 = (flags / 4) % 2;
+        let scaled: i32 = (flags / 8) % 2;
+        let local: Tile<i32, { [HB, P] }> = row_numbers::<HB, P>();
+        if pid.0 < q_blocks {
+            let first: i32 = pid.0 * HB;
+            let scale: f32 = scale_at(free, query_scale, position, scaled);
+            let vector: Tile<i32, { [HB, P] }> =
+                local + broadcast_scalar(row * heads + first, shape![HB, P]);
+            heads_of_part::<E, HB, P>(
+                free,
+                queries,
+                vector,
+                qkv,
+                row * width,
+                q_weight,
+                q_norm,
+                cos,
+                sin,
+                turned,
+                scale,
+                first,
+                heads,
+                head_dim,
+                position,
+                eps,
+            );
+        } else {
+            let slot: i32 = scalar_at(free, slots, row);
+            let page: i32 = slot / page_size;
+            let offset: i32 = slot % page_size;
+            let mut turn: i32 = pid.0 - q_blocks;
+            let is_value: i32 = turn / kv_blocks;
+            turn = turn % kv_blocks;
+            let first: i32 = turn * HB;
+            let head: Tile<i32, { [HB, P] }> =
+                local + broadcast_scalar(page * kv_heads + first, shape![HB, P]);
+            let vector: Tile<i32, { [HB, P] }> = head * broadcast_scalar(page_size, shape![HB, P])
+                + broadcast_scalar(offset, shape![HB, P]);
+            if is_value == 0 {
+                heads_of_part::<E, HB, P>(
+                    free,
+                    keys,
+                    vector,
+                    qkv,
+                    row * width + heads * head_dim,
+                    k_weight,
+                    k_norm,
+                    cos,
+                    sin,
+                    turned,
+                    1.0f32,
+                    first,
+                    kv_heads,
+                    head_dim,
+                    position,
+                    eps,
+                );
+            } else {
+                heads_of_part::<E, HB, P>(
+                    free,
+                    values,
+                    vector,
+                    qkv,
+                    row * width + (heads + kv_heads) * head_dim,
+                    k_weight,
+                    0i32,
+                    cos,
+                    sin,
+                    0i32,
+                    1.0f32,
+                    first,
+                    kv_heads,
+                    head_dim,
+                    position,
+                    eps,
+                );
+            }
+        }
+    }
+
+    /// Rotates every head of every row in place. Grid: (heads / HB, rows).
+    #[cutile::entry(unchecked_accesses = true)]
+    unsafe fn rotate<E: ElementType, const HB: i32, const P: i32>(
+        x: *mut E,
+        cos: *mut f32,
+        sin: *mut f32,
+        query_scale: *mut f32,
+        positions: *mut i32,
+        scaled: i32,
+        heads: i32,
+        head_dim: i32,
+    ) {
+        let pid: (i32, i32, i32) = get_tile_block_id();
+        let free: Token = start();
+        let position: i32 = scalar_at(free, positions, pid.1);
+        let first: i32 = pid.0 * HB;
+        let scale: f32 = scale_at(free, query_scale, position, scaled);
+        let vector: Tile<i32, { [HB, P] }> =
+            row_numbers::<HB, P>() + broadcast_scalar(pid.1 * heads + first, shape![HB, P]);
+        heads_of_part::<E, HB, P>(
+            free,
+            x,
+            vector,
+            x,
+            pid.1 * heads * head_dim,
+            x,
+            0i32,
+            cos,
+            sin,
+            1i32,
+            scale,
+            first,
+            heads,
+            head_dim,
+            position,
+            0.0f32,
+        );
+    }
+
+    /// Writes each row's keys (or values) to its slot. Grid: (kv heads / HB, rows).
+    #[cutile::entry(unchecked_accesses = true)]
+    unsafe fn store<E: ElementType, const HB: i32, const P: i32>(
+        pool: *mut E,
+        x: *mut E,
+        slots: *mut i32,
+        kv_heads: i32,
+        head_dim: i32,
+        page_size: i32,
+    ) {
+        let pid: (i32, i32, i32) = get_tile_block_id();
+        let free: Token = start();
+        let slot: i32 = scalar_at(free, slots, pid.1);
+        let page: i32 = slot / page_size;
+        let offset: i32 = slot % page_size;
+        let first: i32 = pid.0 * HB;
+        let head: Tile<i32, { [HB, P] }> =
+            row_numbers::<HB, P>() + broadcast_scalar(page * kv_heads + first, shape![HB, P]);
+        let vector: Tile<i32, { [HB, P] }> = head * broadcast_scalar(page_size, shape![HB, P])
+            + broadcast_scalar(offset, shape![HB, P]);
+        let none: PointerTile<*mut f32, { [] }> = ptr_to_ptr(pointer_to_tile(x));
+        let none: *mut f32 = tile_to_pointer(none);
+        heads_of_part::<E, HB, P>(
+            free,
+            pool,
+            vector,
+            x,
+            pid.1 * kv_heads * head_dim,
+            x,
+            0i32,
+            none,
+            none,
+            0i32,
+            1.0f32,
+            first,
+            kv_heads,
+            head_dim,
+            0i32,
+            0.0f32,
+        );
+    }
+}

@@ -1,0 +1,103 @@
+//! Device helpers shared by every kernel: views over raw pointers. They know nothing about what the
+//! memory holds.
+
+#[cutile::module]
+#[allow(missing_docs)]
+pub mod views {
+    use cutile::core::*;
+
+    /// A row-major `(rows, cols)` view whose rows lie `stride` elements apart.
+    ///
+    /// # Safety
+    /// The memory holds the view, and accesses through it are ordered after `token`.
+    pub unsafe fn matrix<E: ElementType>(
+        base: *mut E,
+        rows: i32,
+        cols: i32,
+        stride: i32,
+        token: Token,
+    ) -> Tensor<E, { [-1, -1] }> {
+        let shape: Shape<{ [-1, -1] }> = Shape::<{ [-1, -1] }> {
+            dims: &[rows, cols],
+        };
+        let strides: Array<{ [-1, 1] }> = Array::<{ [-1, 1] }> { dims: &[stride] };
+        let base: PointerTile<*mut E, { [] }> = pointer_to_tile(base);
+        make_tensor_view(base, shape, strides, token)
+    }
+
+    /// A pool of `(page, kv_head)` blocks of `(slots, head_dim)` vectors as a view of three axes.
+    ///
+    /// # Safety
+    /// As for [`matrix`].
+    pub unsafe fn page_pool<E: ElementType>(
+        base: *mut E,
+        blocks: i32,
+        slots: i32,
+        head_dim: i32,
+        token: Token,
+    ) -> Tensor<E, { [-1, -1, -1] }> {
+        let shape: Shape<{ [-1, -1, -1] }> = Shape::<{ [-1, -1, -1] }> {
+            dims: &[blocks, slots, head_dim],
+        };
+        let block: i32 = slots * head_dim;
+        let strides: Array<{ [-1, -1, 1] }> = Array::<{ [-1, -1, 1] }> {
+            dims: &[block, head_dim],
+        };
+        let base: PointerTile<*mut E, { [] }> = pointer_to_tile(base);
+        make_tensor_view(base, shape, strides, token)
+    }
+
+    /// Lets the next kernel begin to start, then waits for the kernels before this one and what they wrote:
+    /// every access to memory is ordered after the token. Kernels of one step follow each other closely, so
+    /// that the start of one hides behind the end of the one before it.
+    ///
+    /// # Safety
+    /// The first thing in every kernel: what comes after a kernel relies on all before it being done.
+    pub unsafe fn start() -> Token {
+        let ready: Token = gdc_wait_tko(None);
+        let signalled: Token = gdc_launch_dependents_tko(Some(ready));
+        signalled
+    }
+
+    /// The number at `base[index]`.
+    ///
+    /// # Safety
+    /// `base[index]` can be read and nothing writes it during the launch.
+    pub unsafe fn scalar_at(free: Token, base: *mut i32, index: i32) -> i32 {
+        let pointer: PointerTile<*mut i32, { [] }> = pointer_to_tile(base);
+        let pointer: PointerTile<*mut i32, { [] }> = pointer.offset(index);
+        let (value, _token): (Tile<i32, { [] }>, Token) = load_ptr_tko(
+            pointer,
+            ordering::Weak,
+            None::<scope::Device>,
+            None,
+            None,
+            Some(free),
+            Latency::<0>,
+        );
+        tile_to_scalar(value)
+    }
+
+    /// The addresses `base[offsets]`.
+    pub fn addresses<E: ElementType, const R: i32, const C: i32>(
+        base: *mut E,
+        offsets: Tile<i32, { [R, C] }>,
+    ) -> PointerTile<*mut E, { [R, C] }> {
+        let pointer: PointerTile<*mut E, { [] }> = pointer_to_tile(base);
+        let pointer: PointerTile<*mut E, { [1, 1] }> = pointer.reshape(shape![1, 1]);
+        let pointer: PointerTile<*mut E, { [R, C] }> = pointer.broadcast(shape![R, C]);
+        addptr_tile(pointer, offsets)
+    }
+
+    /// The numbers 0, 1, ... down a column, the same in each of `C` columns.
+    pub fn row_numbers<const R: i32, const C: i32>() -> Tile<i32, { [R, C] }> {
+        let numbers: Tile<i32, { [R] }> = iota(shape![R]);
+        numbers.reshape(shape![R, 1]).broadcast(shape![R, C])
+    }
+
+    /// The numbers 0, 1, ... along a row, the same in each of `R` rows.
+    pub fn column_numbers<const R: i32, const C: i32>() -> Tile<i32, { [R, C] }> {
+        let numbers: Tile<i32, { [C] }> = iota(shape![C]);
+        numbers.reshape(shape![1, C]).broadcast(shape![R, C])
+    }
+}

@@ -1,0 +1,18 @@
+//! The NVIDIA GPU backend: kernels in Rust (cuTile), compiled ahead of time into a pack and started with
+//! the driver alone. It knows shapes and numbers, never model names.
+//!
+//! Read [`kernels`] for what runs on the device, [`ops`] for how each kernel is launched and why with that
+//! tile, [`driver`] for the little that is needed of CUDA, [`store`] for where machine code comes from.
+
+mod backend;
+pub mod ceiling;
+pub mod compile;
+pub mod driver;
+pub mod kernels;
+pub mod ops;
+pub mod pack;
+pub mod store;
+
+pub use backend::{
+    CudaBackend, CudaGraph, CudaOptions, CudaPages, CudaRope, CudaStep, CudaTensor, CudaWeight,
+};

