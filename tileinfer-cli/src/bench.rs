@@ -185,7 +185,8 @@ fn report(
         } else {
             embedding
         };
-    let weight_bytes = read * opened.weights_bytes / config.parameter_count().max(1);
+    let share = read as f64 / config.parameter_count().max(1) as f64;
+    let weight_bytes = (opened.weights_bytes as f64 * share) as u64;
     let kv_bytes = (limits.layers * limits.kv.position_bytes()) as u64;
     let context = (depth + args.gen_tokens / 2) as u64;
     let step_bytes = weight_bytes + args.batch as u64 * context * kv_bytes;

@@ -924,11 +924,10 @@ impl Backend for CudaBackend {
             .map(|rows| rows[1] - rows[0])
             .max()
             .unwrap_or(0);
-        let (array, tile): (usize, AttentionTile) = if longest * group <= few.queries {
-            (0, few)
-        } else {
-            (1, many)
-        };
+        // Heads of 16 in tiles of 16 queries are fewer products than a block has warps, so that warps share
+        // a sum: other bits than in the wider tile. No real model has such heads.
+        let narrow = longest * group <= few.queries && head_dim > 16;
+        let (array, tile): (usize, AttentionTile) = if narrow { (0, few) } else { (1, many) };
         // A recording may be replayed with its rows spread over its spans in another way: at worst each span
         // ends with a run that is not full.
         let count = if recording {
