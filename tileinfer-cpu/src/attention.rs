@@ -138,23 +138,30 @@ pub(crate) fn attention(
                 });
             });
         });
+        // Where the partial results of each (tile, head) begin.
+        let mut merges = Vec::with_capacity(items);
         let mut at = 0;
         for tile in &tiles {
+            let len = tile.blocks.len() * call.partial_len(tile);
             for head in 0..shape.kv_heads {
-                let len = tile.blocks.len() * call.partial_len(tile);
-                let partials = &partial[at..at + len];
-                with_scratch(&call, tile, call.partial_len(tile), |_, state| {
-                    level.dispatch(Merge {
-                        call: &call,
-                        tile,
-                        head,
-                        partials,
-                        state,
-                    });
-                });
+                merges.push((tile, head, at..at + len));
                 at += len;
             }
         }
+        let partial = &partial[..];
+        pool.run(merges.len(), |item| {
+            let (tile, head, ref place) = merges[item];
+            let partials = &partial[place.clone()];
+            with_scratch(&call, tile, call.partial_len(tile), |_, state| {
+                level.dispatch(Merge {
+                    call: &call,
+                    tile,
+                    head,
+                    partials,
+                    state,
+                });
+            });
+        });
     });
 }
 
@@ -451,6 +458,7 @@ fn fold_block_of<I: Isa, C: Cached>(
     for u in units.clone() {
         places[u] = unit_place(call, tile, head, first_key, u, &keys, scratch);
     }
+    let next_keys = next_keys(call, tile, head, block, &places);
 
     let mut first = 0;
     while first < tile.queries {
@@ -458,13 +466,8 @@ fn fold_block_of<I: Isa, C: Cached>(
         let q = &scratch.queries[first * head_dim..(first + n) * head_dim];
         let scores = &mut scratch.scores[first * KEY_BLOCK..(first + n) * KEY_BLOCK];
         for u in units.clone() {
-            // What is read next is asked for now: the next keys, after the last ones the first values.
-            let next = if u + 1 < units.end {
-                places[u + 1].0
-            } else {
-                places[units.start].1
-            };
-            let (keys, scores) = ((places[u].0, next), &mut scores[u * UNIT..]);
+            // While keys are read their values are asked for, and the next block's keys while values are read.
+            let (keys, scores) = (places[u], &mut scores[u * UNIT..]);
             let scale = call.shape.scale;
             match n {
                 1 => scores_of::<I, C, 1>(isa, keys, q, head_dim, scale, scores),
@@ -494,14 +497,35 @@ fn fold_block_of<I: Isa, C: Cached>(
         let weights = &scratch.scores[first * KEY_BLOCK..(first + n) * KEY_BLOCK];
         let out = &mut outputs[first * padded..(first + n) * padded];
         match n {
-            1 => values_of::<I, C, 1>(isa, &places, &keys, head_dim, weights, out),
-            2 => values_of::<I, C, 2>(isa, &places, &keys, head_dim, weights, out),
-            3 => values_of::<I, C, 3>(isa, &places, &keys, head_dim, weights, out),
-            4 => values_of::<I, C, 4>(isa, &places, &keys, head_dim, weights, out),
-            _ => values_of::<I, C, 8>(isa, &places, &keys, head_dim, weights, out),
+            1 => values_of::<I, C, 1>(isa, &places, &next_keys, &keys, head_dim, weights, out),
+            2 => values_of::<I, C, 2>(isa, &places, &next_keys, &keys, head_dim, weights, out),
+            3 => values_of::<I, C, 3>(isa, &places, &next_keys, &keys, head_dim, weights, out),
+            4 => values_of::<I, C, 4>(isa, &places, &next_keys, &keys, head_dim, weights, out),
+            _ => values_of::<I, C, 8>(isa, &places, &next_keys, &keys, head_dim, weights, out),
         }
         first += n;
     }
+}
+
+/// Where the keys of the next block begin, unit by unit, for prefetching; where there are none, the block's own.
+fn next_keys(
+    call: &Call<'_>,
+    tile: &Tile,
+    head: usize,
+    block: usize,
+    places: &[(*const u8, *const u8); KEY_BLOCK / UNIT],
+) -> [*const u8; KEY_BLOCK / UNIT] {
+    let geometry = call.pages.geometry;
+    let mut next = places.map(|(keys, _)| keys);
+    for (u, next) in next.iter_mut().enumerate() {
+        let position = (block + 1) * KEY_BLOCK + u * UNIT;
+        if position < tile.keys.end && geometry.unit == UNIT {
+            let (page, offset) = call.step.place(tile.span, position, geometry.page_size);
+            let start = geometry.unit_start(page, head, offset);
+            *next = call.pages.keys[start..].as_ptr();
+        }
+    }
+    next
 }
 
 /// Where the keys and the values of unit `u` of a block begin, each laid out as a unit of 64 slots.
@@ -561,7 +585,8 @@ fn bytes_of(floats: &mut [f32]) -> &mut [u8] {
     unsafe { std::slice::from_raw_parts_mut(floats.as_mut_ptr().cast(), size_of_val(floats)) }
 }
 
-/// Scores of `Q` queries with the 64 keys of a unit (`keys.0`; `keys.1` is prefetched); `q` is `[head_dim][Q]`, rows of `scores` are 256 apart.
+/// Scores of `Q` queries with the 64 keys of a unit (`keys.0`; `keys.1` is prefetched); `q` is `[head_dim][Q]`,
+/// rows of `scores` are 256 apart.
 #[inline(always)]
 fn scores_of<I: Isa, C: Cached, const Q: usize>(
     isa: I,
@@ -673,6 +698,7 @@ fn weights_of<I: Isa>(
 fn values_of<I: Isa, C: Cached, const Q: usize>(
     isa: I,
     places: &[(*const u8, *const u8); KEY_BLOCK / UNIT],
+    next_keys: &[*const u8; KEY_BLOCK / UNIT],
     keys: &Range<usize>,
     head_dim: usize,
     weights: &[f32],
@@ -694,14 +720,7 @@ fn values_of<I: Isa, C: Cached, const Q: usize>(
             while key < keys.end {
                 let end = keys.end.min((key / UNIT + 1) * UNIT);
                 let values = places[key / UNIT].1;
-                // The same part of the next unit, after the last one the next part of the first.
-                let next = if end < keys.end {
-                    places[end / UNIT].1
-                } else {
-                    places[keys.start / UNIT]
-                        .1
-                        .wrapping_add(2 * I::LANES * UNIT * C::BYTES)
-                };
+                let next = next_keys[key / UNIT];
                 for key in key..end {
                     let at = part * UNIT + key % UNIT * width + first - part;
                     isa.prefetch(next.wrapping_add(at * C::BYTES));
