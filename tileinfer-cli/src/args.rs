@@ -164,7 +164,7 @@ pub(crate) struct PlaceArgs {
 }
 
 /// No count of tokens, threads or sequences is larger; so sums of some of them cannot overflow.
-const MOST: u64 = 1 << 32;
+const MOST: u64 = 1 << 48;
 
 fn at_most() -> RangedU64ValueParser<usize> {
     RangedU64ValueParser::new().range(0..=MOST)

@@ -372,7 +372,8 @@ fn context_length(
             ));
         }
         if wanted > fits {
-            let kv = plan.kv_bytes_per_token * (wanted * purpose.sequences) as u64;
+            let all = wanted.saturating_mul(purpose.sequences) as u64;
+            let kv = plan.kv_bytes_per_token.saturating_mul(all);
             let (weights, all) = (readable(plan.weights_bytes), readable(available));
             bail!(
                 "a context of {wanted} tokens takes {} beside {weights} of weights, and {all} of memory are available: {fits} tokens fit (--ctx-size {fits})",

@@ -64,8 +64,12 @@ pub(crate) fn run(root: &Path) -> Result<()> {
 const CUDA: &str = "tileinfer-cuda";
 
 /// Packages that tests talk to, in a virtual environment of their own: the hub's client reads and writes the
-/// same cache.
-const PYTHON_PEERS: [&str; 1] = ["huggingface_hub==2.4.0"];
+/// same cache, the client and the validator drive the server.
+const PYTHON_PEERS: [&str; 3] = [
+    "huggingface_hub==2.4.0",
+    "openai==3.57.0",
+    "jsonschema==4.26.0",
+];
 
 fn python_peers(root: &Path) -> Result<()> {
     let venv = root.join("target/venv");

@@ -2,7 +2,8 @@
 
 use super::*;
 
-const VERBS: [&str; 12] = [
+const VERBS: [&str; 13] = [
+    "serve",
     "run",
     "pull",
     "list",

@@ -12,7 +12,7 @@ use crate::common::{Setup, live};
 #[test]
 fn the_official_client_is_content() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
-    let own = root.join(".venv/bin/python");
+    let own = root.join("target/venv/bin/python");
     let has_packages = |python: &Path| {
         let probe = Command::new(python)
             .args(["-c", "import openai, jsonschema"])
