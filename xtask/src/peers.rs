@@ -76,7 +76,10 @@ pub(crate) fn run(root: &Path, arguments: &Arguments) -> Result<()> {
 }
 
 /// What there is to measure, in the order of the table.
-const MEASUREMENTS: [(&str, fn(&mut Bench) -> Result<Row>); 11] = [
+/// What is measured, and how.
+type Measurement = (&'static str, fn(&mut Bench) -> Result<Row>);
+
+const MEASUREMENTS: [Measurement; 11] = [
     ("SmolLM2-135M, decode 128 tokens", |b| {
         b.against(
             &[
