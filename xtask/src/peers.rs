@@ -75,10 +75,10 @@ pub(crate) fn run(root: &Path, arguments: &Arguments) -> Result<()> {
     Ok(())
 }
 
-/// What there is to measure, in the order of the table.
 /// What is measured, and how.
 type Measurement = (&'static str, fn(&mut Bench) -> Result<Row>);
 
+/// What there is to measure, in the order of the table.
 const MEASUREMENTS: [Measurement; 11] = [
     ("SmolLM2-135M, decode 128 tokens", |b| {
         b.against(
