@@ -39,7 +39,7 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
     };
 
     let before = Ceilings::measure(&opened.device, opened.threads)?;
-    let prefill = prefill(&mut opened, args, &profile)?;
+    let prefill = prefill(&mut opened, args, &voice, &profile)?;
     let prefill_ops = profile.take();
     let decode = decode(&mut opened, args, depth, &voice, &profile)?;
     let decode_ops = profile.take();
@@ -71,7 +71,12 @@ fn some_tokens(count: usize, vocabulary: usize) -> Vec<u32> {
 }
 
 /// Runs `ids` as new tokens of every sequence, in chunks; the logits of the last of them are computed.
-fn extend(opened: &mut Opened, sequences: &mut [Sequence], ids: &[u32]) -> Result<()> {
+fn extend(
+    opened: &mut Opened,
+    sequences: &mut [Sequence],
+    ids: &[u32],
+    on_chunk: &mut dyn FnMut(usize),
+) -> Result<()> {
     let max_rows = opened.steps.limits().max_rows;
     let chunk = (max_rows / sequences.len()).max(1);
     let parts = ids.chunks(chunk);
@@ -99,24 +104,28 @@ fn extend(opened: &mut Opened, sequences: &mut [Sequence], ids: &[u32]) -> Resul
         for sequence in sequences.iter_mut() {
             sequence.append(part)?;
         }
+        on_chunk(part.len());
     }
     Ok(())
 }
 
 /// Seconds of prefilling the prompt from an empty cache: the median.
-fn prefill(opened: &mut Opened, args: &BenchArgs, profile: &Profile) -> Result<f64> {
+fn prefill(opened: &mut Opened, args: &BenchArgs, voice: &Voice, profile: &Profile) -> Result<f64> {
+    let bar = voice.bar("prefill", args.runs as u64 + 1);
     let ids = some_tokens(args.prompt_tokens, opened.steps.limits().vocabulary);
     let mut times = Vec::new();
     for run in 0..=args.runs {
         let mut sequences = vec![opened.steps.new_sequence()];
         let start = Instant::now();
-        extend(opened, &mut sequences, &ids)?;
+        extend(opened, &mut sequences, &ids, &mut |_| ())?;
+        bar.inc(1);
         if run > 0 {
             times.push(start.elapsed().as_secs_f64());
         } else {
             profile.take();
         }
     }
+    bar.finish_and_clear();
     Ok(median(times))
 }
 
@@ -134,9 +143,12 @@ fn decode(
         .collect();
     let bar = voice.bar("filling the cache", depth as u64);
     if depth > 0 {
-        extend(opened, &mut sequences, &ids)?;
+        extend(opened, &mut sequences, &ids, &mut |rows| {
+            bar.inc(rows as u64)
+        })?;
     }
     bar.finish_and_clear();
+    let bar = voice.bar("decode", ((args.runs + 1) * args.gen_tokens) as u64);
     let mut times = Vec::new();
     for run in 0..=args.runs {
         let tokens = if run == 0 {
@@ -146,7 +158,8 @@ fn decode(
         };
         let start = Instant::now();
         for i in 0..tokens {
-            extend(opened, &mut sequences, &[(i % 100) as u32])?;
+            extend(opened, &mut sequences, &[(i % 100) as u32], &mut |_| ())?;
+            bar.inc(1);
         }
         if run > 0 {
             times.push(start.elapsed().as_secs_f64() / tokens as f64);
@@ -157,6 +170,7 @@ fn decode(
             sequence.truncate(depth);
         }
     }
+    bar.finish_and_clear();
     Ok(median(times))
 }
 

@@ -25,7 +25,7 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
             let ids = files::read_ids(file)?;
             let purpose = Purpose::one(Some(ids.len().max(1)));
             let opened = open::open(&dir, &args.model.place, purpose, &voice)?;
-            score_ids(args, opened, &ids)
+            score_ids(args, opened, &ids, &voice)
         }
         (None, Some(file)) => {
             let text = files::read_text(file)?;
@@ -56,7 +56,8 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
     }
 }
 
-fn score_ids(args: &EvalArgs, mut opened: Opened, ids: &[u32]) -> Result<()> {
+fn score_ids(args: &EvalArgs, mut opened: Opened, ids: &[u32], voice: &Voice) -> Result<()> {
+    let bar = voice.bar("scoring", ids.len() as u64);
     let mut logprobs = Vec::new();
     let mut top = Vec::new();
     eval::teacher_force(&mut opened.steps, ids, &mut |position, logits| {
@@ -66,8 +67,10 @@ fn score_ids(args: &EvalArgs, mut opened: Opened, ids: &[u32]) -> Result<()> {
         if args.top > 0 {
             top.push(best(logits, args.top));
         }
+        bar.set_position(position as u64);
         Ok(())
     })?;
+    bar.finish_and_clear();
     let mut out = std::io::stdout().lock();
     if args.json {
         let top: Vec<Vec<_>> = top

@@ -171,7 +171,9 @@ pub(crate) fn open(
     let config = ModelConfig::from_dir(dir)?;
     let checkpoint = Checkpoint::open(dir)?;
     let compute = compute_type(place.dtype);
+    let bar = voice.bar("reading the weights", 1);
     let host = HostModel::load(&config, &checkpoint, compute)?;
+    bar.finish_and_clear();
     if compute == ComputeType::Bf16 {
         let stored = checkpoint
             .names()
@@ -213,7 +215,9 @@ pub(crate) fn open_random(
             readable(here)
         );
     }
+    let bar = voice.bar("making random weights", 1);
     let host = HostModel::random(&config, 1);
+    bar.finish_and_clear();
     let mut opened = place_model(
         config,
         &host,
