@@ -229,24 +229,13 @@ impl Engine {
     /// [`Error::Usage`] or [`Error::ContextFull`] with the numbers.
     pub fn check(&self, prompt: &[u32], options: &GenerationOptions) -> Result<()> {
         let limits = &self.inner.limits;
-        if prompt.is_empty() {
-            return Err(Error::usage(
-                "the prompt is empty: there is nothing to continue",
-            ));
-        }
-        if prompt.len() >= self.inner.max_length {
-            return Err(Error::ContextFull {
-                needed: prompt.len() + 1,
-                limit: self.inner.max_length,
-            });
-        }
+        Generation::check(prompt, options, self.inner.max_length)?;
         if let Some(id) = prompt.iter().find(|&&id| id as usize >= limits.vocabulary) {
             return Err(Error::usage(format!(
                 "there is no token {id} in a vocabulary of {}",
                 limits.vocabulary
             )));
         }
-        options.sampling.validate()?;
         let written = limits.head_rows.min(options.vocabulary);
         if let Some((id, _)) = options
             .sampling
