@@ -75,8 +75,10 @@ pub(crate) fn run(root: &Path, arguments: &Arguments) -> Result<()> {
     Ok(())
 }
 
+type Measure = fn(&mut Bench) -> Result<Row>;
+
 /// What there is to measure, in the order of the table.
-const MEASUREMENTS: [(&str, fn(&mut Bench) -> Result<Row>); 11] = [
+const MEASUREMENTS: [(&str, Measure); 11] = [
     ("SmolLM2-135M, decode 128 tokens", |b| {
         b.against(
             &[
