@@ -197,7 +197,7 @@ fn tiles(step: &StepLayout, mask: Mask, rows: usize, group: usize) -> Vec<Tile> 
             let rows = first..all.end.min(first + rows);
             let visible: Vec<_> = rows
                 .clone()
-                .map(|row| visible(mask, step.positions[row] as usize, end))
+                .map(|row| mask.visible(step.positions[row] as usize, end))
                 .collect();
             let start = visible.iter().map(|keys| keys.start).min().unwrap_or(0);
             let end = visible.iter().map(|keys| keys.end).max().unwrap_or(0);
@@ -214,17 +214,6 @@ fn tiles(step: &StepLayout, mask: Mask, rows: usize, group: usize) -> Vec<Tile> 
         }
     }
     tiles
-}
-
-/// The positions that a query at `position` sees, in a span whose last position is `end - 1`.
-fn visible(mask: Mask, position: usize, end: usize) -> Range<usize> {
-    let from = |window: u32| (position + 1).saturating_sub(window as usize);
-    match mask {
-        Mask::Causal => 0..position + 1,
-        Mask::Window(window) => from(window)..position + 1,
-        Mask::BlockVisible => 0..end,
-        Mask::BlockWindow(window) => from(window)..end.min(position + window as usize),
-    }
 }
 
 /// What all items of a call share.

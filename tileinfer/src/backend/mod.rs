@@ -54,6 +54,19 @@ pub enum Mask {
     BlockWindow(u32),
 }
 
+impl Mask {
+    /// The positions that a query at `position` sees, in a span whose last position is `end - 1`.
+    pub fn visible(self, position: usize, end: usize) -> std::ops::Range<usize> {
+        let from = |window: u32| (position + 1).saturating_sub(window as usize);
+        match self {
+            Mask::Causal => 0..position + 1,
+            Mask::Window(window) => from(window)..position + 1,
+            Mask::BlockVisible => 0..end,
+            Mask::BlockWindow(window) => from(window)..end.min(position + window as usize),
+        }
+    }
+}
+
 /// The geometry of one attention layer.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AttentionShape {

@@ -386,7 +386,7 @@ impl Backend for ReferenceBackend {
                 .map_or(0, |row| step.layout.positions[row] as usize + 1);
             for row in rows {
                 let position = step.layout.positions[row] as usize;
-                let visible = visible(shape.mask, position, end);
+                let visible = shape.mask.visible(position, end);
                 for head in 0..shape.heads {
                     let kv_head = head / (shape.heads / shape.kv_heads);
                     let query = &queries.row(row)[head * head_dim..(head + 1) * head_dim];
@@ -508,18 +508,6 @@ impl ReferenceBackend {
             *value = self
                 .compute
                 .round((f64::from(*value) * scale * f64::from(weight)) as f32);
-        }
-    }
-}
-
-/// The positions that a query at `position` sees, in a span whose last position is `end - 1`.
-fn visible(mask: Mask, position: usize, end: usize) -> std::ops::Range<usize> {
-    match mask {
-        Mask::Causal => 0..position + 1,
-        Mask::Window(window) => (position + 1).saturating_sub(window as usize)..position + 1,
-        Mask::BlockVisible => 0..end,
-        Mask::BlockWindow(window) => {
-            (position + 1).saturating_sub(window as usize)..end.min(position + window as usize)
         }
     }
 }
