@@ -1,7 +1,7 @@
 //! The judge: every op as the plainest loop that is right, sums in f64, one thread, no fused forms.
 
 use super::{
-    Activation, AttentionShape, Backend, ComputeType, Element, KEY_BLOCK, KvRows, Mask, RopeTable,
+    Activation, AttentionShape, Backend, ComputeType, Element, KEY_BLOCK, KvRows, RopeTable,
     StepLayout,
 };
 use crate::kv::KvLayout;
