@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io::BufReader;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -412,9 +412,11 @@ fn what_cannot_be_is_refused_with_the_numbers() {
     assert_whole(&engine);
 }
 
-/// A runner that fails or panics in one of its steps.
+/// A runner that fails or panics in one of its steps. Its first step waits for the other end of `gate` to be
+/// dropped, so that what is asked for by then is asked for in time.
 struct Breaking {
     runner: FakeRunner,
+    gate: Receiver<()>,
     steps: usize,
     breaks: fn(usize) -> Result<()>,
 }
@@ -430,6 +432,7 @@ impl Runner for Breaking {
 
     fn launch(&mut self, batch: &Batch) -> Result<Ticket> {
         self.steps += 1;
+        let _ = self.gate.recv();
         (self.breaks)(self.steps)?;
         self.runner.launch(batch)
     }
@@ -439,7 +442,8 @@ impl Runner for Breaking {
     }
 }
 
-fn breaking(depth: usize, breaks: fn(usize) -> Result<()>) -> Engine {
+fn breaking(depth: usize, breaks: fn(usize) -> Result<()>) -> (Engine, Sender<()>) {
+    let (opener, gate) = channel();
     let runner = FakeRunner::new(&FakeOptions {
         depth,
         max_spans: 2,
@@ -447,16 +451,18 @@ fn breaking(depth: usize, breaks: fn(usize) -> Result<()>) -> Engine {
     });
     let steps = StepLoop::new(Box::new(Breaking {
         runner,
+        gate,
         steps: 0,
         breaks,
     }));
-    Engine::start(steps, None, EngineOptions::default()).unwrap()
+    let engine = Engine::start(steps, None, EngineOptions::default()).unwrap();
+    (engine, opener)
 }
 
 #[test]
 fn a_panic_in_a_step_ends_all_requests_and_the_engine() {
     for depth in [1, 2] {
-        let engine = breaking(depth, |step| {
+        let (engine, gate) = breaking(depth, |step| {
             if step == 9 {
                 panic!("the device is on fire")
             } else {
@@ -466,6 +472,7 @@ fn a_panic_in_a_step_ends_all_requests_and_the_engine() {
         let asked: Vec<Asked> = (0..5)
             .map(|i| ask(&engine, &[i; 3], options(500)))
             .collect();
+        drop(gate);
         for one in asked {
             let error = one.hear().error();
             assert!(
@@ -491,11 +498,12 @@ fn a_panic_in_a_step_ends_all_requests_and_the_engine() {
 #[test]
 fn a_failed_step_ends_only_those_in_it() {
     for depth in [1, 2] {
-        let engine = breaking(depth, |step| match step {
+        let (engine, gate) = breaking(depth, |step| match step {
             5 => Err(Error::Bug("logit 3 is NaN".to_owned())),
             _ => Ok(()),
         });
         let asked: Vec<Asked> = (0..4).map(|i| ask(&engine, &[i; 3], options(20))).collect();
+        drop(gate);
         let heard: Vec<Heard> = asked.into_iter().map(Asked::hear).collect();
         assert!(heard[0].error().contains("NaN") && heard[1].error().contains("NaN"));
         for (i, heard) in heard.iter().enumerate().skip(2) {
@@ -506,7 +514,7 @@ fn a_failed_step_ends_only_those_in_it() {
         }
         assert_whole(&engine);
     }
-    let engine = breaking(1, |step| {
+    let (engine, _) = breaking(1, |step| {
         if step == 2 {
             Err(Error::Device("the bus is gone".to_owned()))
         } else {
