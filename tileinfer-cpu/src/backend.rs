@@ -9,7 +9,7 @@ use tileinfer::backend::{
     StepLayout,
 };
 use tileinfer::kv::KvLayout;
-use tileinfer::sampling::{RowSampler, Sampled};
+use tileinfer::sampling::{RowSampler, Sampled, sample_rows};
 use tileinfer::weights::{Weight, WeightData, WeightPart};
 use tileinfer::{Error, Result};
 
@@ -541,12 +541,7 @@ impl Backend for CpuBackend {
         logits: &CpuTensor,
         rows: &[Option<RowSampler>],
     ) -> Result<()> {
-        step.sampled.clear();
-        for (row, sampler) in rows.iter().enumerate() {
-            if let Some(sampler) = sampler {
-                step.sampled.push(sampler.sample(logits.row(row))?);
-            }
-        }
+        step.sampled = sample_rows(rows, (0..logits.rows).map(|row| logits.row(row)))?;
         Ok(())
     }
 

@@ -5,7 +5,7 @@ use super::{
     StepLayout,
 };
 use crate::kv::KvLayout;
-use crate::sampling::{RowSampler, Sampled};
+use crate::sampling::{RowSampler, Sampled, sample_rows};
 use crate::weights::Weight;
 use crate::{Error, Result};
 
@@ -486,12 +486,7 @@ impl Backend for ReferenceBackend {
         logits: &ReferenceTensor,
         rows: &[Option<RowSampler>],
     ) -> Result<()> {
-        step.sampled.clear();
-        for (row, sampler) in rows.iter().enumerate() {
-            if let Some(sampler) = sampler {
-                step.sampled.push(sampler.sample(logits.row(row))?);
-            }
-        }
+        step.sampled = sample_rows(rows, (0..logits.rows).map(|row| logits.row(row)))?;
         Ok(())
     }
 

@@ -32,7 +32,7 @@ pub use defaults::{GenerationDefaults, generation_defaults};
 pub use logprobs::{Logprobs, TokenLogprob};
 pub use params::SamplingParams;
 pub use rng::{Stream, random_seed};
-pub use row::{RowSampler, Sampled};
+pub use row::{RowSampler, Sampled, sample_rows};
 
 use self::filters::{Maxima, Survivors};
 use crate::{Error, Result};

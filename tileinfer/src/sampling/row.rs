@@ -41,6 +41,19 @@ pub struct Sampled {
     pub top: Vec<TokenLogprob>,
 }
 
+/// Draws on the host from each row of `logits` that has a sampler, in order.
+///
+/// # Errors
+/// That of the first row that cannot be sampled.
+pub fn sample_rows<'a>(
+    samplers: &[Option<RowSampler>],
+    logits: impl Iterator<Item = &'a [f32]>,
+) -> Result<Vec<Sampled>> {
+    let rows = samplers.iter().zip(logits);
+    rows.filter_map(|(sampler, row)| Some(sampler.as_ref()?.sample(row)))
+        .collect()
+}
+
 impl RowSampler {
     /// The row as the functions of this module take it.
     pub fn row(&self) -> SampleRow<'_> {
