@@ -98,6 +98,14 @@ Only config.json and the headers of the weights are read, on the hub with a few 
   tileinfer bench Qwen/Qwen3-0.6B
   tileinfer bench --random qwen3-0.6b --prompt-tokens 256 --gen-tokens 64 --json")]
     Bench(BenchArgs),
+    /// Write a model again with its linear weights in int8
+    #[command(after_help = "Examples:
+  tileinfer quantize Qwen/Qwen3-8B models/qwen3-8b-int8
+  tileinfer run models/qwen3-8b-int8 \"Hello\"
+
+The files are compressed-tensors (pack-quantized, one scale a row), which vLLM reads too.
+Embedding and head stay as they are; --quant int8 rounds the head when the model is loaded.")]
+    Quantize(QuantizeArgs),
     /// Serve a model over HTTP, through the API of OpenAI
     #[command(after_help = "Examples:
   tileinfer serve models/smollm2-135m-instruct
@@ -435,6 +443,17 @@ pub(crate) struct EvalArgs {
     /// Print one JSON object
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct QuantizeArgs {
+    #[command(flatten)]
+    pub(crate) name: NameArgs,
+    /// A new directory
+    #[arg(value_name = "OUT")]
+    pub(crate) out: PathBuf,
+    #[command(flatten)]
+    pub(crate) voice: VoiceArgs,
 }
 
 #[derive(Debug, Args)]

@@ -14,7 +14,7 @@ use tileinfer::model::{
 use tileinfer::plan::MemoryPlan;
 use tileinfer::runner::{ModelRunner, Runner, RunnerOptions};
 use tileinfer::tokenizer::Tokenizer;
-use tileinfer::weights::{Checkpoint, Dtype, HostModel};
+use tileinfer::weights::{Checkpoint, Dtype, HostModel, Int8Scheme};
 use tileinfer_cpu::CpuBackend;
 
 use crate::args::{DeviceArg, DtypeArg, KvCacheArg, PlaceArgs, QuantArg};
@@ -190,9 +190,13 @@ pub(crate) fn open(
     };
     let host = HostModel::load(&config, &checkpoint, keep)?;
     bar.finish_and_clear();
+    if let Ok(Some(scheme)) = Int8Scheme::of(&config) {
+        voice.note(&format!("the checkpoint holds {scheme}"));
+    }
     if keep == ComputeType::Bf16 {
         let stored = checkpoint
             .names()
+            .filter(|name| !name.ends_with("_scale"))
             .filter_map(|name| checkpoint.tensor(name))
             .map(|tensor| tensor.dtype);
         if let Some(dtype) = stored

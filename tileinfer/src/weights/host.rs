@@ -3,6 +3,7 @@
 //! The names are those of the classes in transformers. It decided not to know what the weights are multiplied with.
 
 use super::checkpoint::Checkpoint;
+use super::compressed::{Int8Scheme, UNUSED, int8_part};
 use super::safetensors::{Dtype, TensorInfo, shown};
 use super::tensor::{ComputeType, Weight, WeightPart};
 use crate::config::{Activation, AttentionBias, Family, ModelConfig};
@@ -93,18 +94,9 @@ impl HostModel {
         checkpoint: &Checkpoint,
         compute: ComputeType,
     ) -> Result<Self> {
-        if let Some(quantization) = &config.quantization {
-            let method = quantization.get("quant_method");
-            let method = method.and_then(|m| m.as_str()).unwrap_or("no name");
-            return Err(Error::bad_model(
-                checkpoint.dir().join("config.json"),
-                format!(
-                    "quantization_config asks for quantized weights ({}), which are not supported; use the model's original in bf16",
-                    shown(method)
-                ),
-            ));
-        }
-        let mut finder = Finder::new(checkpoint);
+        let scheme = Int8Scheme::of(config)
+            .map_err(|why| Error::bad_model(checkpoint.dir().join("config.json"), why))?;
+        let mut finder = Finder::new(checkpoint, scheme.is_some());
         let found = finder.model(config);
         finder.finish()?;
         let mut model = found
@@ -200,16 +192,17 @@ impl HostModel {
         let bytes = |tensor: &TensorInfo| {
             let (elements, rows) = (tensor.shape.iter().product::<usize>(), tensor.shape[0]);
             let in_int8 = elements + rows * size_of::<f32>();
+            let is_scale = tensor.name.ends_with(".weight_scale");
             let plain = match (tensor.dtype, compute) {
-                // Rows of a quantized checkpoint, whose scales are a matrix of one column; packed ones are four a word.
+                // The rows of an int8 matrix have f32 scales; packed integers are four a word.
+                _ if is_scale => elements * size_of::<f32>(),
                 (Dtype::I8, _) => elements,
                 (Dtype::I32, _) => 4 * elements,
                 (_, ComputeType::F32) => tensor.range.len(),
                 (_, ComputeType::Bf16) => 2 * elements,
             };
             let is_embedding = tensor.name.ends_with("embed_tokens.weight");
-            let rounded =
-                int8 && !matches!(tensor.dtype, Dtype::I8 | Dtype::I32) && tensor.shape[1] > 1;
+            let rounded = int8 && !is_scale && !matches!(tensor.dtype, Dtype::I8 | Dtype::I32);
             match (is_embedding, rounded) {
                 (true, true) if tied => plain + in_int8,
                 (false, true) => in_int8,
@@ -279,7 +272,7 @@ const PREFIXES: [&str; 4] = [
 ];
 const HEADS: [&str; 2] = ["lm_head.weight", "language_model.lm_head.weight"];
 /// The parts of wrappers that see and hear.
-const NOT_TEXT: [&str; 8] = [
+pub(super) const NOT_TEXT: [&str; 8] = [
     "vision_tower.",
     "multi_modal_projector.",
     "model.vision_tower.",
@@ -295,13 +288,15 @@ const BUFFER: &str = "rotary_emb.inv_freq";
 /// Takes tensors out of a checkpoint and notes all that is wrong on the way.
 struct Finder<'a> {
     checkpoint: &'a Checkpoint,
+    /// Whether linears may be int8 in the file.
+    int8: bool,
     prefix: &'static str,
     used: HashSet<String>,
     problems: Vec<String>,
 }
 
 impl<'a> Finder<'a> {
-    fn new(checkpoint: &'a Checkpoint) -> Self {
+    fn new(checkpoint: &'a Checkpoint, int8: bool) -> Self {
         let is_there = |prefix: &&&str| {
             ["norm.weight", "embed_tokens.weight"]
                 .iter()
@@ -309,6 +304,7 @@ impl<'a> Finder<'a> {
         };
         Finder {
             checkpoint,
+            int8,
             prefix: PREFIXES.iter().find(is_there).unwrap_or(&PREFIXES[0]),
             used: HashSet::new(),
             problems: Vec::new(),
@@ -318,10 +314,17 @@ impl<'a> Finder<'a> {
     /// `None` if anything is missing; then `problems` says what.
     fn model(&mut self, config: &ModelConfig) -> Option<HostModel> {
         let h = config.hidden_size;
-        let head_name = HEADS
-            .into_iter()
-            .find(|name| self.checkpoint.tensor(name).is_some());
-        let head = head_name.map(|name| self.part(name, &[config.output_vocab_size, h]));
+        let head_name = HEADS.into_iter().find(|name| {
+            let packed = format!("{name}_packed");
+            [name, &packed.as_str()]
+                .map(|name| self.checkpoint.tensor(name))
+                .iter()
+                .any(Option::is_some)
+        });
+        let head = head_name.map(|name| {
+            let base = name.trim_end_matches(".weight");
+            self.linear_part(base, config.output_vocab_size, h)
+        });
         let embed_name = format!("{}embed_tokens.weight", self.prefix);
         // A head without an embedding serves as both.
         let head_is_embed = head.is_some() && self.checkpoint.tensor(&embed_name).is_none();
@@ -431,8 +434,28 @@ impl<'a> Finder<'a> {
     }
 
     fn matrix_part(&mut self, name: &str, rows: usize, cols: usize) -> Option<WeightPart> {
-        let name = format!("{}{name}.weight", self.prefix);
-        self.part(&name, &[rows, cols])
+        let base = format!("{}{name}", self.prefix);
+        self.linear_part(&base, rows, cols)
+    }
+
+    /// A linear, which may be int8.
+    fn linear_part(&mut self, base: &str, rows: usize, cols: usize) -> Option<WeightPart> {
+        let int8 = if self.int8 {
+            int8_part(self.checkpoint, base, rows, cols)
+        } else {
+            None
+        };
+        match int8 {
+            None => self.part(&format!("{base}.weight"), &[rows, cols]),
+            Some(Ok((part, names))) => {
+                self.used.extend(names);
+                Some(part)
+            }
+            Some(Err(problem)) => {
+                self.problems.push(problem);
+                None
+            }
+        }
     }
 
     fn vector(&mut self, name: &str, length: usize) -> Option<Vec<f32>> {
@@ -481,8 +504,10 @@ impl<'a> Finder<'a> {
     /// Complains about everything at once.
     fn finish(mut self) -> Result<()> {
         for name in self.checkpoint.names() {
-            let ignored =
-                name.ends_with(BUFFER) || NOT_TEXT.iter().any(|part| name.starts_with(part));
+            let unused = self.int8 && UNUSED.iter().any(|end| name.ends_with(end));
+            let ignored = unused
+                || name.ends_with(BUFFER)
+                || NOT_TEXT.iter().any(|part| name.starts_with(part));
             if !ignored && !self.used.contains(name) {
                 let name = shown(name);
                 self.problems
