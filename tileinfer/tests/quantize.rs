@@ -275,7 +275,8 @@ fn what_does_not_fit_is_refused_by_name() {
         refusal(&dir, words);
     }
     let q = "model.layers.0.self_attn.q_proj";
-    let edits: [(&str, &dyn Fn(&mut Tensor), &[&str]); 5] = [
+    type Edit<'a> = &'a dyn Fn(&mut Tensor);
+    let edits: [(&str, Edit<'_>, &[&str]); 5] = [
         (
             "weight_scale",
             &|t| t.0.push('x'),
