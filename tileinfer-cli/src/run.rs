@@ -47,6 +47,17 @@ fn open_model(args: &RunArgs, voice: &Voice) -> Result<Model> {
     let config = ModelConfig::from_dir(&dir)?;
     let tokenizer = Tokenizer::from_dir(&dir)?;
     let mut settings = Settings::new(&args.sampling, &dir, &config)?;
+    let vocabulary = tokenizer.vocab_size().min(config.output_vocab_size);
+    if let Some((id, _)) = args
+        .sampling
+        .logit_bias
+        .iter()
+        .find(|(id, _)| *id as usize >= vocabulary)
+    {
+        return Err(usage(format!(
+            "--logit-bias names token {id}, and the model has {vocabulary} tokens, counted from 0"
+        )));
+    }
     if args.ignore_eos {
         settings.stop_ids.clear();
     }
@@ -127,7 +138,10 @@ fn answer_once(
         }
     };
     let sequence = opened.steps.new_sequence();
-    let mut on_progress = |done: usize| bar.set_position(done as u64);
+    let mut on_progress = |done: usize| {
+        bar.set_position(done as u64);
+        ControlFlow::Continue(())
+    };
     let result = answer(
         &mut opened.steps,
         &tokenizer,

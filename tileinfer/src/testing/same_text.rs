@@ -513,7 +513,7 @@ fn crowd<B: Backend>(
             prompt,
             options,
             &[],
-            &mut |_| (),
+            &mut |_| ControlFlow::Continue(()),
             on_text,
         )
         .unwrap();
