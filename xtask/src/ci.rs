@@ -23,6 +23,8 @@ pub(crate) fn run(root: &Path) -> Result<()> {
 
     steps.begin("format");
     cargo(root, &["fmt", "--all", "--check"], None)?;
+    let fuzz = ["fmt", "--manifest-path", "fuzz/Cargo.toml", "--check"];
+    cargo(root, &fuzz, None)?;
 
     steps.begin("clippy");
     let clippy = ["clippy", "--workspace", "--exclude", CUDA, "--all-targets"];
