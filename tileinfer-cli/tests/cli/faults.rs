@@ -27,6 +27,28 @@ fn a_closed_pipe_is_no_failure() {
     }
 }
 
+/// Nobody hears what is said: the work is done all the same.
+#[test]
+fn a_closed_stderr_is_no_failure() {
+    let model = qwen3();
+    let long = ["--ctx-size", "1000", "--max-tokens", "4", "--verbose"];
+    for args in [
+        &[&["run", &model, "hello"], &long[..]].concat()[..],
+        &["run", "org/name", "x"],
+    ] {
+        let mut child = tileinfer(args)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        drop(child.stderr.take());
+        let done = Done::from(child.wait_with_output().unwrap());
+        let fails = args[1] == "org/name";
+        assert_eq!(done.code, Some(i32::from(fails)), "{args:?}: {done:?}");
+        assert_eq!(done.out.is_empty(), fails, "{args:?}: {done:?}");
+    }
+}
+
 #[test]
 fn damaged_files_are_named() {
     let cut = |length: u64| {
