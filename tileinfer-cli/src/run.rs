@@ -1,5 +1,6 @@
 //! `tileinfer run`: one prompt, one answer. Without a prompt, on a terminal, a chat.
 
+use std::borrow::Cow;
 use std::io::{IsTerminal, Read, Write};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
@@ -21,7 +22,7 @@ use crate::files;
 use crate::models;
 use crate::open::{self, Opened, Purpose};
 use crate::usage;
-use crate::voice::Voice;
+use crate::voice::{Voice, harmless};
 
 pub(crate) fn run(args: &RunArgs, process_start: Instant) -> Result<()> {
     let voice = Voice::new(args.model.voice);
@@ -115,6 +116,7 @@ fn answer_once(
     };
 
     let mut out = std::io::stdout().lock();
+    let is_terminal = std::io::stdout().is_terminal();
     let bar = voice.bar("reading the prompt", ids.len() as u64);
     let mut broken = None;
     let mut to_first = None;
@@ -127,6 +129,11 @@ fn answer_once(
         let written = if args.json {
             Ok(())
         } else {
+            let text = if is_terminal {
+                harmless(text).into()
+            } else {
+                Cow::Borrowed(text)
+            };
             out.write_all(text.as_bytes()).and_then(|()| out.flush())
         };
         match written {

@@ -87,6 +87,21 @@ fn damaged_files_are_named() {
     }
 }
 
+/// What a stranger wrote may be quoted, but does not reach the terminal as it is.
+#[test]
+fn quoted_files_cannot_take_over_the_terminal() {
+    let folder = copy_of_qwen3();
+    let config = folder.path().join("config.json");
+    let text = fs::read_to_string(&config).unwrap();
+    let hostile = text.replace("\"qwen3\"", "\"\\u001b]0;owned\\u0007qwen3\"");
+    assert_ne!(text, hostile);
+    fs::write(&config, hostile).unwrap();
+    let done = run(&["run", folder.path().to_str().unwrap(), "hi"]);
+    assert_eq!(done.code, Some(1), "{done:?}");
+    assert!(done.err.contains("owned"), "{done:?}");
+    assert!(!done.err.contains(['\u{1b}', '\u{7}']), "{done:?}");
+}
+
 #[cfg(unix)]
 #[test]
 fn weights_that_are_cut_short_while_they_are_used_are_named() {
