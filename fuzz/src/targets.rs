@@ -19,8 +19,11 @@ use tileinfer::tokenizer::Tokenizer;
 use tileinfer::weights::{Checkpoint, Header};
 use tileinfer::{Error, ErrorKind};
 
+/// What is done with an input.
+pub type Body = fn(&[u8]);
+
 /// The targets by name, each with the folder of its name in `fuzz/seeds`.
-pub const TARGETS: [(&str, fn(&[u8])); 7] = [
+pub const TARGETS: [(&str, Body); 7] = [
     ("config", config),
     ("safetensors", safetensors),
     ("index", index),
