@@ -26,6 +26,8 @@ use crate::voice::{Voice, harmless};
 
 pub(crate) fn run(args: &RunArgs, process_start: Instant) -> Result<()> {
     let voice = Voice::new(args.model.voice);
+    // Before anything is downloaded.
+    choose(&args.sampling, SamplingParams::default())?;
     let Some(prompt) = typed_prompt(args)? else {
         return chat::chat(&open_model(args, &voice)?, args, voice);
     };
@@ -240,6 +242,24 @@ fn prompt_ids(args: &RunArgs, prompt: &str, model: &Model, voice: &Voice) -> Res
     Ok(tokenizer.encode(&text, false)?)
 }
 
+/// The defaults, with what was typed in their place.
+fn choose(args: &SamplingArgs, defaults: SamplingParams) -> Result<SamplingParams> {
+    fn set<T: Copy>(field: &mut T, given: Option<T>) {
+        *field = given.unwrap_or(*field);
+    }
+    let mut sampling = defaults;
+    set(&mut sampling.temperature, args.temperature);
+    set(&mut sampling.top_k, args.top_k);
+    set(&mut sampling.top_p, args.top_p);
+    set(&mut sampling.min_p, args.min_p);
+    set(&mut sampling.repetition_penalty, args.repetition_penalty);
+    set(&mut sampling.presence_penalty, args.presence_penalty);
+    set(&mut sampling.frequency_penalty, args.frequency_penalty);
+    sampling.logit_bias.extend(&args.logit_bias);
+    sampling.validate().map_err(usage)?;
+    Ok(sampling)
+}
+
 /// How tokens are chosen, after the model's defaults and what was typed.
 pub(crate) struct Settings {
     pub(crate) sampling: SamplingParams,
@@ -251,20 +271,8 @@ pub(crate) struct Settings {
 impl Settings {
     pub(crate) fn new(args: &SamplingArgs, dir: &Path, config: &ModelConfig) -> Result<Self> {
         let defaults = generation_defaults(dir, &config.eos_token_ids)?;
-        let mut sampling = defaults.sampling.clone();
-        let from_file = sampling != SamplingParams::default();
-        fn set<T: Copy>(field: &mut T, given: Option<T>) {
-            *field = given.unwrap_or(*field);
-        }
-        set(&mut sampling.temperature, args.temperature);
-        set(&mut sampling.top_k, args.top_k);
-        set(&mut sampling.top_p, args.top_p);
-        set(&mut sampling.min_p, args.min_p);
-        set(&mut sampling.repetition_penalty, args.repetition_penalty);
-        set(&mut sampling.presence_penalty, args.presence_penalty);
-        set(&mut sampling.frequency_penalty, args.frequency_penalty);
-        sampling.logit_bias.extend(&args.logit_bias);
-        sampling.validate().map_err(usage)?;
+        let from_file = defaults.sampling != SamplingParams::default();
+        let sampling = choose(args, defaults.sampling)?;
         let seed = match args.seed {
             Some(seed) => seed,
             None => random_seed()?,

@@ -204,6 +204,16 @@ fn refusals_say_what_to_do() {
     assert_eq!(Done::from(done).code, Some(0));
 }
 
+/// A mistake in what was typed is told before a model is downloaded for it.
+#[test]
+fn wrong_values_cost_no_download() {
+    let world = World::new();
+    let done = world.run(&["run", REPO, "hi", "--top-p", "7"]);
+    assert_eq!(done.code, Some(2), "{done:?}");
+    assert!(done.err.contains("top_p is 7"), "{done:?}");
+    assert!(world.hub.seen().is_empty());
+}
+
 /// A bar for each file under way and one for all, in a terminal.
 #[cfg(unix)]
 #[test]
