@@ -28,11 +28,22 @@ pub(crate) fn serve(args: &ServeArgs) -> Result<()> {
     let served = args
         .served_name
         .clone()
-        .unwrap_or_else(|| name.model.clone());
+        .unwrap_or_else(|| usual_name(&name.model));
     let (place, sequences) = (args.model.place.clone(), args.max_sequences);
     let load = move || load(&dir, served, &place, sequences, &voice);
     let ready = move |address| voice.note(&format!("listening on http://{address} (Ctrl-C stops)"));
     tileinfer_server::serve(options, load, ready)
+}
+
+/// What clients call a model: its id on the hub, or the folder's own name.
+fn usual_name(model: &str) -> String {
+    let folder = Path::new(model);
+    let canonical = folder.canonicalize().ok().filter(|path| path.is_dir());
+    let last = canonical.as_deref().and_then(Path::file_name);
+    last.map_or_else(
+        || model.to_owned(),
+        |name| name.to_string_lossy().into_owned(),
+    )
 }
 
 fn load(

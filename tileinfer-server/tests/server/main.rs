@@ -1,6 +1,7 @@
 //! The server on loopback, over a runner without a model.
 
 mod common;
+mod messages;
 mod openai;
 mod routes;
 mod structured;

@@ -838,7 +838,7 @@ fn counts_are_told_to_prometheus() {
     let value = |name: &str| -> f64 {
         let line = text
             .lines()
-            .find(|line| line.starts_with(&format!("tileinfer:{name} ")));
+            .find(|line| line.starts_with(&format!("tileinfer:{name}{{model_name=\"test/model\"")));
         line.unwrap_or_else(|| panic!("{name} in {text}"))
             .rsplit(' ')
             .next()
@@ -848,8 +848,9 @@ fn counts_are_told_to_prometheus() {
     };
     assert_eq!(value("generation_tokens_total"), 24.0);
     assert_eq!(
-        value("request_success_total{finished_reason=\"length\"}"),
-        2.0
+        text.matches("finished_reason=\"length\"} 2\n").count(),
+        1,
+        "{text}"
     );
     assert_eq!(
         (value("num_requests_running"), value("num_requests_waiting")),
@@ -869,6 +870,29 @@ fn counts_are_told_to_prometheus() {
         (2.0, 22.0)
     );
     assert!(value("e2e_request_latency_seconds_sum") > 0.0);
+    // What vLLM's dashboards and alerts ask for.
+    for name in [
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "num_preemptions_total",
+        "prompt_tokens_total",
+        "generation_tokens_total",
+        "prefix_cache_queries_total",
+        "prefix_cache_hits_total",
+        "time_to_first_token_seconds_sum",
+        "inter_token_latency_seconds_sum",
+        "request_time_per_output_token_seconds_sum",
+        "e2e_request_latency_seconds_sum",
+        "request_queue_time_seconds_sum",
+        "request_prefill_time_seconds_sum",
+        "request_decode_time_seconds_sum",
+        "request_inference_time_seconds_sum",
+        "request_prompt_tokens_sum",
+        "request_generation_tokens_sum",
+    ] {
+        assert!(value(name) >= 0.0, "{name}");
+    }
     assert!(text.trim_end().ends_with("# EOF"));
 }
 
