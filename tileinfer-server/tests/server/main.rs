@@ -2,6 +2,6 @@
 
 mod common;
 mod messages;
-mod openai;
+mod clients;
 mod routes;
 mod structured;
