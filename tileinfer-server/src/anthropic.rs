@@ -38,9 +38,11 @@ pub(crate) fn as_chat_completion(mut fields: Fields, counts: bool) -> ApiResult<
         let parts = texts("system", system)?;
         messages.push(json!({"role": "system", "content": parts}));
     }
-    let given = fields
-        .list("messages")?
-        .ok_or_else(|| ApiError::field("messages", "messages is missing"))?;
+    let given = fields.list("messages")?.unwrap_or_default();
+    if given.is_empty() {
+        let what = "messages is missing or empty: there must be at least one";
+        return Err(ApiError::field("messages", what));
+    }
     fields.finish()?;
     for (i, message) in given.into_iter().enumerate() {
         add_message(&mut messages, &format!("messages[{i}]"), message)?;
