@@ -198,18 +198,16 @@ async fn ask_for_key(Shared(app): Shared<App>, request: Request, next: Next) -> 
 
 fn has_key(headers: &HeaderMap, key: &str) -> bool {
     let header = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
-    let sent = header("authorization").and_then(|value| value.strip_prefix("Bearer "));
-    // Clients of Anthropic's API may send both, one of them empty.
-    let sent = header("x-api-key")
-        .filter(|_| sent.is_none_or(str::is_empty))
-        .or(sent);
-    let sent = sent.unwrap_or_default().as_bytes();
-    let key = key.as_bytes();
-    // Takes as long for every wrong key, so that time says nothing about it.
-    let differences = sent
-        .iter()
-        .zip(key.iter().cycle())
-        .fold(0, |all, (a, b)| all | (a ^ b));
+    let bearer = header("authorization").and_then(|value| value.strip_prefix("Bearer "));
+    // Clients of Anthropic's API send one or the other, or both.
+    let sent = [bearer, header("x-api-key")];
+    sent.into_iter().flatten().any(|sent| is_same(sent, key))
+}
+
+/// Takes as long for every wrong key, so that time says nothing about it.
+fn is_same(sent: &str, key: &str) -> bool {
+    let pairs = sent.bytes().zip(key.bytes().cycle());
+    let differences = pairs.fold(0, |all, (a, b)| all | (a ^ b));
     differences == 0 && sent.len() == key.len()
 }
 
