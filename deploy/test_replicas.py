@@ -1,6 +1,6 @@
 """Two replicas behind a gateway, one of them killed under load: every answer is right or visibly none.
 
-    python test_replicas.py TILEINFER MODEL --gateway nginx|sglang-router [--seconds 20]
+    python test_replicas.py TILEINFER MODEL --gateway nginx|sglang-router [--answers 12]
 
 TILEINFER is the command, MODEL a directory. Needs nginx, or the package `sglang-router`. All runs on loopback.
 
@@ -28,7 +28,7 @@ ARGUMENTS = argparse.ArgumentParser()
 ARGUMENTS.add_argument("tileinfer")
 ARGUMENTS.add_argument("model")
 ARGUMENTS.add_argument("--gateway", choices=["nginx", "sglang-router"], default="nginx")
-ARGUMENTS.add_argument("--seconds", type=float, default=20, help="how long there is load; one replica dies at a third of it")
+ARGUMENTS.add_argument("--answers", type=int, default=12, help="how many before one replica dies, while it is away, and after")
 ARGUMENTS = ARGUMENTS.parse_args()
 HERE = pathlib.Path(__file__).parent
 CLIENTS = 6
@@ -53,12 +53,12 @@ def call(port, method, path, body=None, timeout=120):
 
 def is_healthy(port):
     try:
-        return call(port, "GET", "/health", timeout=2)[0] == 200
+        return call(port, "GET", "/health", timeout=20)[0] == 200
     except (OSError, http.client.HTTPException):
         return False
 
 
-def wait_until(what, says, seconds=120):
+def wait_until(what, says, seconds=300):
     end = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < end, says
@@ -126,9 +126,10 @@ class Load:
     def __init__(self, port, expected):
         self.port, self.expected = port, expected
         self.stop, self.lock = threading.Event(), threading.Lock()
-        # (when, streamed, reason of the failure or None)
+        # (when it was asked, streamed, reason of the failure or None)
         self.outcomes, self.wrong = [], []
-        self.threads = [threading.Thread(target=self.client, args=(i,)) for i in range(CLIENTS)]
+        # They end with the program, however it ends.
+        self.threads = [threading.Thread(target=self.client, args=(i,), daemon=True) for i in range(CLIENTS)]
         for thread in self.threads:
             thread.start()
 
@@ -138,13 +139,22 @@ class Load:
             marker = list(self.expected)[turn % len(self.expected)]
             stream = turn % 2 == 0
             turn += 5
+            asked = time.monotonic()
             text, failure = ask(self.port, marker, stream)
             with self.lock:
-                self.outcomes.append((time.monotonic(), stream, failure))
+                self.outcomes.append((asked, stream, failure))
                 if failure is None and text != self.expected[marker]:
                     self.wrong.append((marker, text, self.expected[marker]))
             if failure:
                 time.sleep(0.05)
+
+    def answers(self):
+        with self.lock:
+            return sum(failure is None for _, _, failure in self.outcomes)
+
+    def wait_for_more(self):
+        enough = self.answers() + ARGUMENTS.answers
+        wait_until(lambda: self.answers() >= enough, f"answers stop coming: {self.outcomes[-9:]}")
 
     def finish(self):
         self.stop.set()
@@ -169,31 +179,29 @@ def main(folder):
 
         before = [served(each) for each in ports]
         load = Load(port, expected)
-        time.sleep(ARGUMENTS.seconds / 3)
+        load.wait_for_more()
         routed = [served(each) - already for each, already in zip(ports, before)]
         assert min(routed) > 0, f"both replicas are used: {routed}"
-        calm = len(load.outcomes)
         assert not any(failure for _, _, failure in load.outcomes), load.outcomes
         print(f"routing: fine, {routed} answers of each", flush=True)
 
+        calm = load.answers()
         processes[1].send_signal(signal.SIGKILL)
         killed = time.monotonic()
-        time.sleep(ARGUMENTS.seconds / 3)
-        under_kill = len(load.outcomes)
+        load.wait_for_more()
+        alone = load.answers()
         # A new one takes its place, and the gateway finds it.
         processes[1].wait()
         processes[1] = replica(ports[1])
         wait_until(lambda: is_healthy(ports[1]), "the new replica does not get healthy")
-        wait_until(lambda: served(ports[1]) > 0, "the gateway does not come back to the new replica", 60)
-        time.sleep(ARGUMENTS.seconds / 3)
+        wait_until(lambda: served(ports[1]) > 0, "the gateway does not come back to the new replica")
+        load.wait_for_more()
         load.finish()
         assert not load.wrong, load.wrong
-        failures = [(round(when - killed, 2), stream, failure) for when, stream, failure in load.outcomes if failure]
-        print(f"one killed: {calm} answers before, {under_kill - calm} while it was away, {len(load.outcomes) - under_kill} after; none wrong; failed: {failures}", flush=True)
-        assert under_kill > calm, "the other replica goes on"
-        # Only what was on its way when the replica died may fail.
-        assert len(failures) <= CLIENTS, failures
-        assert all(0 <= when < 5 for when, _, _ in failures), failures
+        failures = [(round(asked - killed, 2), stream, failure) for asked, stream, failure in load.outcomes if failure]
+        print(f"one killed: {calm} answers before, {alone - calm} while it was away, {load.answers() - alone} after; none wrong; failed: {failures}", flush=True)
+        # Only what was on its way when the replica died may fail: at most one of each client.
+        assert len(failures) <= CLIENTS and all(asked < 1 for asked, _, _ in failures), failures
         if ARGUMENTS.gateway == "nginx":
             assert all(stream for _, stream, _ in failures), f"whole answers are asked for again: {failures}"
     finally:

@@ -225,7 +225,7 @@ impl Telling {
             .map(|(_, stop)| stop.clone())
     }
 
-    fn message(&self, content: Vec<Value>, usage: &Usage) -> Value {
+    fn message(&self, content: &[Value], usage: &Usage) -> Value {
         json!({
             "id": self.id,
             "type": "message",
@@ -240,7 +240,8 @@ impl Telling {
 
     fn whole(mut self, usage: &Usage) -> Value {
         let blocks = std::mem::take(&mut self.blocks);
-        self.message(blocks.into_iter().map(Block::whole).collect(), usage)
+        let content: Vec<Value> = blocks.into_iter().map(Block::whole).collect();
+        self.message(&content, usage)
     }
 }
 
@@ -260,7 +261,7 @@ impl Chunks for Telling {
         let before = self.blocks.len();
         let pieces = self.read(event)?;
         if starts {
-            let message = self.message(Vec::new(), &self.usage);
+            let message = self.message(&[], &self.usage);
             return Ok(vec![json!({"type": "message_start", "message": message})]);
         }
         let mut chunks = Vec::new();
