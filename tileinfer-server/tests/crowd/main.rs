@@ -41,7 +41,7 @@ fn body(client: usize, kind: usize) -> Value {
 
 fn answer(live: &Live, client: usize, kind: usize) -> String {
     let body = body(client, kind);
-    if kind % 2 == 0 {
+    if kind.is_multiple_of(2) {
         let answer = live.ok(CHAT, &body);
         return answer["choices"][0]["message"]["content"]
             .as_str()
