@@ -97,12 +97,12 @@ Only config.json and the headers of the weights are read, on the hub with a few 
   tileinfer bench Qwen/Qwen3-0.6B
   tileinfer bench --random qwen3-0.6b --prompt-tokens 256 --gen-tokens 64 --json")]
     Bench(BenchArgs),
-    /// Serve a model over HTTP, through the API of OpenAI
+    /// Serve a model over HTTP, through the APIs of OpenAI and Anthropic
     #[command(after_help = "Examples:
   tileinfer serve models/smollm2-135m-instruct
   tileinfer serve Qwen/Qwen3-0.6B --address 0.0.0.0:8000 --api-key secret
   curl localhost:8080/v1/chat/completions -H 'Content-Type: application/json' \\
-    -d '{\"model\":\"any\",\"messages\":[{\"role\":\"user\",\"content\":\"Hi\"}]}'")]
+    -d '{\"messages\":[{\"role\":\"user\",\"content\":\"Hi\"}]}'")]
     Serve(ServeArgs),
     /// Print the completions of a shell
     #[command(after_help = "Examples:
@@ -430,7 +430,7 @@ pub(crate) struct ServeArgs {
     /// Let pages of this origin use the server (repeatable; * is any)
     #[arg(long, value_name = "ORIGIN")]
     pub(crate) cors_origin: Vec<String>,
-    /// The name that clients see (default: MODEL)
+    /// The name that clients see (default: the id, or the directory's name)
     #[arg(long, value_name = "NAME")]
     pub(crate) served_name: Option<String>,
     /// Requests that run at once
