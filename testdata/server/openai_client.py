@@ -7,6 +7,7 @@ the server owes, not what the model knows.
 """
 
 import argparse
+import concurrent.futures
 import json
 import random
 
@@ -115,6 +116,7 @@ def tools():
     chunks = list(ask(tools=[WEATHER], tool_choice="required", parallel_tool_calls=False, max_tokens=200, stream=True))
     calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
     assert calls[0].index == 0 and calls[0].id and calls[0].function.name == "get_weather"
+    assert len(calls) > 3 and not any(call.id or call.function.name for call in calls[1:]), "arguments come in pieces"
     jsonschema.validate(json.loads("".join(call.function.arguments for call in calls)), WEATHER["function"]["parameters"])
 
 
@@ -152,14 +154,33 @@ def a_schema(draw, depth=0):
             }
 
 
+def follows_a_schema(seed):
+    schema = a_schema(random.Random(seed))
+    schema["$defs"] = {"point": {"type": "object", "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["x"], "additionalProperties": False}}
+    form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema, "strict": True}}
+    choice = ask(response_format=form, max_tokens=1000, seed=seed, temperature=0.8).choices[0]
+    assert choice.finish_reason == "stop", (seed, schema, choice)
+    jsonschema.validate(json.loads(choice.message.content), schema)
+
+
 def schemas():
-    for seed in range(ARGUMENTS.schemas):
-        schema = a_schema(random.Random(seed))
-        schema["$defs"] = {"point": {"type": "object", "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["x"], "additionalProperties": False}}
-        form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema, "strict": True}}
-        choice = ask(response_format=form, max_tokens=1000, seed=seed, temperature=0.8).choices[0]
-        assert choice.finish_reason == "stop", (seed, schema, choice)
-        jsonschema.validate(json.loads(choice.message.content), schema)
+    if ARGUMENTS.schemas >= 100:
+        text = json.dumps([a_schema(random.Random(seed)) for seed in range(ARGUMENTS.schemas)], ensure_ascii=False)
+        for kind in ('"$ref"', '"enum"', '"number"', '"integer"', '"anyOf"', '"const"', '"maxItems"', '"maxLength"', "日付", "grün"):
+            assert text.count(kind) >= 10, kind
+    # Several at once, as a server has them.
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert len(list(pool.map(follows_a_schema, range(ARGUMENTS.schemas)))) == ARGUMENTS.schemas
+
+
+def crowd():
+    def say(i):
+        messages = [*HELLO[:1], {"role": "user", "content": f"Number {i} says hello."}]
+        return ask(messages, seed=i, temperature=0.7).choices[0].message.content
+
+    alone = [say(i) for i in range(8)]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(say, range(8))) == alone, "a crowd changes nothing"
 
 
 def errors():
@@ -194,7 +215,7 @@ def cancelling():
     assert ask().choices, "the next request is answered"
 
 
-CHECKS = [models, chat, streaming, choices, completions, stopping, logprobs, tools, schemas, errors, cancelling]
+CHECKS = [models, chat, streaming, choices, completions, stopping, logprobs, tools, schemas, crowd, errors, cancelling]
 for check in CHECKS:
     check()
     print(f"{check.__name__}: fine", flush=True)

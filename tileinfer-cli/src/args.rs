@@ -4,7 +4,7 @@ mod sampling;
 
 use std::path::PathBuf;
 
-use clap::builder::RangedU64ValueParser;
+use clap::builder::{NonEmptyStringValueParser, RangedU64ValueParser};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 pub(crate) use sampling::SamplingArgs;
@@ -106,12 +106,12 @@ Only config.json and the headers of the weights are read, on the hub with a few 
 The files are compressed-tensors (pack-quantized, one scale a row), which vLLM reads too.
 Embedding and head stay as they are; --quant int8 rounds the head when the model is loaded.")]
     Quantize(QuantizeArgs),
-    /// Serve a model over HTTP, through the API of OpenAI
+    /// Serve a model over HTTP, through the APIs of OpenAI and Anthropic
     #[command(after_help = "Examples:
   tileinfer serve models/smollm2-135m-instruct
   tileinfer serve Qwen/Qwen3-0.6B --address 0.0.0.0:8000 --api-key secret
   curl localhost:8080/v1/chat/completions -H 'Content-Type: application/json' \\
-    -d '{\"model\":\"any\",\"messages\":[{\"role\":\"user\",\"content\":\"Hi\"}]}'")]
+    -d '{\"messages\":[{\"role\":\"user\",\"content\":\"Hi\"}]}'")]
     Serve(ServeArgs),
     /// Print the completions of a shell
     #[command(after_help = "Examples:
@@ -265,10 +265,10 @@ pub(crate) struct RunArgs {
     #[command(flatten)]
     pub(crate) sampling: SamplingArgs,
     /// Tokens to generate at most (default: to the end of the context)
-    #[arg(long, short = 'n', value_name = "N")]
+    #[arg(long, short = 'n', value_name = "N", allow_negative_numbers = true)]
     pub(crate) max_tokens: Option<usize>,
     /// End the answer before this text (repeatable)
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, value_name = "TEXT", value_parser = NonEmptyStringValueParser::new())]
     pub(crate) stop: Vec<String>,
     /// Go on after the model's end token
     #[arg(long)]
@@ -472,7 +472,7 @@ pub(crate) struct ServeArgs {
     /// Let pages of this origin use the server (repeatable; * is any)
     #[arg(long, value_name = "ORIGIN")]
     pub(crate) cors_origin: Vec<String>,
-    /// The name that clients see (default: MODEL)
+    /// The name that clients see (default: the id, or the directory's name)
     #[arg(long, value_name = "NAME")]
     pub(crate) served_name: Option<String>,
     /// Requests that run at once

@@ -11,6 +11,7 @@ use crate::args::{DtypeArg, EvalArgs, KvCacheArg, PlaceArgs};
 use crate::files;
 use crate::models;
 use crate::open::{self, Opened, Purpose};
+use crate::usage;
 use crate::voice::Voice;
 
 /// Tokens a window of `--text`, unless asked otherwise.
@@ -27,6 +28,9 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
             let opened = open::open(&dir, &args.model.place, purpose, &voice)?;
             score_ids(args, opened, &ids, &voice)
         }
+        (None, Some(_)) if args.model.place.ctx_size == Some(1) => Err(usage(
+            "--ctx-size 1 is a window in which no token follows another: at least 2 are needed",
+        )),
         (None, Some(file)) => {
             let text = files::read_text(file)?;
             let ids = Tokenizer::from_dir(&dir)?.encode_prompt(&text)?;

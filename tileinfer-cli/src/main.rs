@@ -1,5 +1,6 @@
 //! The `tileinfer` command: verbs, and what they print. Model text and JSON go to stdout, all else to stderr.
 
+mod answers;
 mod args;
 mod bench;
 mod ceilings;

@@ -444,14 +444,14 @@ fn context_length(
     let fits = plan.max_context(available) as usize / purpose.sequences.max(1);
     let wanted = place.ctx_size.or(purpose.length);
     if let Some(wanted) = wanted {
-        if wanted > most && place.ctx_size.is_some() {
+        if wanted > most {
             voice.note(&format!(
                 "a context of {wanted} tokens is longer than the {most} that the model was made for"
             ));
         }
         if wanted > fits {
             let all = wanted.saturating_mul(purpose.sequences) as u64;
-            let kv = plan.kv_bytes_per_token.saturating_mul(all);
+            let kv = plan.context_bytes(all);
             let (weights, all) = (readable(plan.weights_bytes), readable(available));
             bail!(
                 "a context of {wanted} tokens takes {} beside {weights} of weights, and {all} of memory are available: {fits} tokens fit (--ctx-size {fits})",

@@ -34,12 +34,16 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
         Some(wanted) => wanted as u64 <= room,
         None => fitting > 0,
     };
+    // What goes with the context beside its keys and values.
+    let context = place.ctx_size.map_or(most, |wanted| wanted as u64);
+    let rotations = plan.rope_bytes_per_position.saturating_mul(context);
+    let workspace = plan.workspace_bytes.saturating_add(rotations);
     let mut out = std::io::stdout().lock();
     if args.json {
         let object = json!({
             "weights_bytes": plan.weights_bytes,
             "kv_bytes_per_token": plan.kv_bytes_per_token,
-            "workspace_bytes": plan.workspace_bytes,
+            "workspace_bytes": workspace,
             "max_context_that_fits": fitting,
             "device": device.name(),
             "fits": fits,
@@ -47,13 +51,15 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
         writeln!(out, "{object}")?;
         return Ok(());
     }
-    let context = place.ctx_size.map_or(most, |wanted| wanted as u64);
-    let cache = plan.kv_bytes_per_token * context;
-    let all = plan.weights_bytes + plan.workspace_bytes + cache;
+    let cache = plan.kv_bytes_per_token.saturating_mul(context);
+    let all = plan
+        .weights_bytes
+        .saturating_add(workspace)
+        .saturating_add(cache);
     for (what, bytes) in [
         ("weights", plan.weights_bytes),
         ("cache", cache),
-        ("workspace", plan.workspace_bytes),
+        ("workspace", workspace),
         ("together", all),
         ("available", available),
     ] {

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::io::IsTerminal;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
+use indicatif::{HumanDuration, MultiProgress, ProgressBar, ProgressState, ProgressStyle};
 use tileinfer::hub::{PlannedFile, Progress};
 
 use crate::memory::readable;
@@ -142,11 +142,19 @@ impl Progress for PullProgress {
 
 fn bar(name: &str, shape: &str) -> ProgressBar {
     let template = format!(
-        "{{prefix:28!}} {shape} {{binary_bytes:>11}} of {{binary_total_bytes:11}} {{binary_bytes_per_sec:>13}} {{eta:>4}}"
+        "{{prefix:28!}} {shape} {{decimal_bytes:>9}} of {{decimal_total_bytes:9}} {{decimal_bytes_per_sec:>11}} {{left:>4}}"
     );
     let bar = ProgressBar::new(0).with_prefix(name.to_owned());
     match ProgressStyle::with_template(&template) {
-        Ok(style) => bar.with_style(style.progress_chars("=> ")),
+        Ok(style) => bar.with_style(style.with_key("left", time_left).progress_chars("=> ")),
         Err(_) => bar,
+    }
+}
+
+/// How long it will take, once there is anything to tell it from.
+fn time_left(state: &ProgressState, out: &mut dyn std::fmt::Write) {
+    if state.pos() > 0 && state.per_sec() > 0.0 {
+        // What cannot be shown is not worth an error.
+        let _ = write!(out, "{:#}", HumanDuration(state.eta()));
     }
 }

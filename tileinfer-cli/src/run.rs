@@ -1,5 +1,6 @@
 //! `tileinfer run`: one prompt, one answer. Without a prompt, on a terminal, a chat.
 
+use std::borrow::Cow;
 use std::io::{IsTerminal, Read, Write};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
@@ -21,10 +22,12 @@ use crate::files;
 use crate::models;
 use crate::open::{self, Opened, Purpose};
 use crate::usage;
-use crate::voice::Voice;
+use crate::voice::{Voice, harmless};
 
 pub(crate) fn run(args: &RunArgs, process_start: Instant) -> Result<()> {
     let voice = Voice::new(args.model.voice);
+    // Before anything is downloaded.
+    choose(&args.sampling, SamplingParams::default())?;
     let Some(prompt) = typed_prompt(args)? else {
         return chat::chat(&open_model(args, &voice)?, args, voice);
     };
@@ -47,6 +50,17 @@ fn open_model(args: &RunArgs, voice: &Voice) -> Result<Model> {
     let config = ModelConfig::from_dir(&dir)?;
     let tokenizer = Tokenizer::from_dir(&dir)?;
     let mut settings = Settings::new(&args.sampling, &dir, &config)?;
+    let vocabulary = tokenizer.vocab_size().min(config.output_vocab_size);
+    if let Some((id, _)) = args
+        .sampling
+        .logit_bias
+        .iter()
+        .find(|(id, _)| *id as usize >= vocabulary)
+    {
+        return Err(usage(format!(
+            "--logit-bias names token {id}, and the model has {vocabulary} tokens, counted from 0"
+        )));
+    }
     if args.ignore_eos {
         settings.stop_ids.clear();
     }
@@ -104,6 +118,7 @@ fn answer_once(
     };
 
     let mut out = std::io::stdout().lock();
+    let is_terminal = std::io::stdout().is_terminal();
     let bar = voice.bar("reading the prompt", ids.len() as u64);
     let mut broken = None;
     let mut to_first = None;
@@ -116,6 +131,11 @@ fn answer_once(
         let written = if args.json {
             Ok(())
         } else {
+            let text = if is_terminal {
+                harmless(text).into()
+            } else {
+                Cow::Borrowed(text)
+            };
             out.write_all(text.as_bytes()).and_then(|()| out.flush())
         };
         match written {
@@ -127,7 +147,10 @@ fn answer_once(
         }
     };
     let sequence = opened.steps.new_sequence();
-    let mut on_progress = |done: usize| bar.set_position(done as u64);
+    let mut on_progress = |done: usize| {
+        bar.set_position(done as u64);
+        ControlFlow::Continue(())
+    };
     let result = answer(
         &mut opened.steps,
         &tokenizer,
@@ -219,6 +242,24 @@ fn prompt_ids(args: &RunArgs, prompt: &str, model: &Model, voice: &Voice) -> Res
     Ok(tokenizer.encode(&text, false)?)
 }
 
+/// The defaults, with what was typed in their place.
+fn choose(args: &SamplingArgs, defaults: SamplingParams) -> Result<SamplingParams> {
+    fn set<T: Copy>(field: &mut T, given: Option<T>) {
+        *field = given.unwrap_or(*field);
+    }
+    let mut sampling = defaults;
+    set(&mut sampling.temperature, args.temperature);
+    set(&mut sampling.top_k, args.top_k);
+    set(&mut sampling.top_p, args.top_p);
+    set(&mut sampling.min_p, args.min_p);
+    set(&mut sampling.repetition_penalty, args.repetition_penalty);
+    set(&mut sampling.presence_penalty, args.presence_penalty);
+    set(&mut sampling.frequency_penalty, args.frequency_penalty);
+    sampling.logit_bias.extend(&args.logit_bias);
+    sampling.validate().map_err(usage)?;
+    Ok(sampling)
+}
+
 /// How tokens are chosen, after the model's defaults and what was typed.
 pub(crate) struct Settings {
     pub(crate) sampling: SamplingParams,
@@ -230,20 +271,8 @@ pub(crate) struct Settings {
 impl Settings {
     pub(crate) fn new(args: &SamplingArgs, dir: &Path, config: &ModelConfig) -> Result<Self> {
         let defaults = generation_defaults(dir, &config.eos_token_ids)?;
-        let mut sampling = defaults.sampling.clone();
-        let from_file = sampling != SamplingParams::default();
-        fn set<T: Copy>(field: &mut T, given: Option<T>) {
-            *field = given.unwrap_or(*field);
-        }
-        set(&mut sampling.temperature, args.temperature);
-        set(&mut sampling.top_k, args.top_k);
-        set(&mut sampling.top_p, args.top_p);
-        set(&mut sampling.min_p, args.min_p);
-        set(&mut sampling.repetition_penalty, args.repetition_penalty);
-        set(&mut sampling.presence_penalty, args.presence_penalty);
-        set(&mut sampling.frequency_penalty, args.frequency_penalty);
-        sampling.logit_bias.extend(&args.logit_bias);
-        sampling.validate().map_err(usage)?;
+        let from_file = defaults.sampling != SamplingParams::default();
+        let sampling = choose(args, defaults.sampling)?;
         let seed = match args.seed {
             Some(seed) => seed,
             None => random_seed()?,

@@ -7,9 +7,16 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::args::VoiceArgs;
 
-/// Says `text` on stderr. Where nobody listens any more there is nobody to tell.
+/// Says `text` on stderr, without what could harm a terminal: it may quote a file or a hub. Where nobody listens any
+/// more there is nobody to tell.
 pub(crate) fn say(text: impl std::fmt::Display) {
-    let _ = writeln!(std::io::stderr(), "{text}");
+    let _ = writeln!(std::io::stderr(), "{}", harmless(&text.to_string()));
+}
+
+/// The text without control characters: an escape sequence could move the cursor, rename the window or worse.
+pub(crate) fn harmless(text: &str) -> String {
+    let is_control = |c: char| c.is_control() && c != '\n' && c != '\t';
+    text.replace(is_control, "\u{fffd}")
 }
 
 /// How much is said.

@@ -55,7 +55,7 @@ fn main() -> tileinfer::Result<()> {
         &prompt,
         options,
         &[],
-        &mut |_| (),
+        &mut |_| ControlFlow::Continue(()),
         &mut print,
     )?;
     println!(

@@ -8,7 +8,7 @@ use tileinfer::engine::{Constraint, Ended, Event, Finished, Request, RequestHand
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use crate::error::{ApiError, ApiResult};
-use crate::metrics::LastToken;
+use crate::metrics::Clock;
 use crate::params::Params;
 use crate::state::{Loaded, State};
 
@@ -25,9 +25,10 @@ pub(crate) struct Answers {
 /// Tokens of a request.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Usage {
-    prompt: usize,
-    cached: usize,
-    completion: usize,
+    pub(crate) prompt: usize,
+    /// Of these, found in the prefix cache.
+    pub(crate) cached: usize,
+    pub(crate) completion: usize,
 }
 
 impl Usage {
@@ -59,8 +60,8 @@ impl Answers {
         for index in 0..count {
             let mut options = params.options.clone();
             options.seed = options.seed.wrapping_add((index % params.choices) as u64);
-            let (sender, metrics, mut last) =
-                (sender.clone(), state.metrics.clone(), LastToken::default());
+            let (sender, metrics, mut clock) =
+                (sender.clone(), state.metrics.clone(), Clock::start());
             let request = Request {
                 prompt: prompts[index / params.choices].clone(),
                 options,
@@ -68,7 +69,7 @@ impl Answers {
                 skip_special,
                 constraint: constraint()?,
                 on_event: Box::new(move |event| {
-                    metrics.observe(&event, &mut last);
+                    metrics.observe(&event, &mut clock);
                     sender.send((index, event)).is_ok()
                 }),
             };

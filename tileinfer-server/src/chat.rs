@@ -29,7 +29,7 @@ pub(crate) async fn chat_completions(Shared(app): Shared<App>, body: Bytes) -> A
     let (prepared, mut answers) = aside({
         let (app, loaded) = (app.clone(), loaded.clone());
         move || {
-            let prepared = Prepared::read(&body, &app, &loaded)?;
+            let prepared = Prepared::read(Fields::from_body(&body)?, &app, &loaded)?;
             let answers = prepared.ask(&app, &loaded)?;
             Ok((prepared, answers))
         }
@@ -47,9 +47,9 @@ pub(crate) async fn chat_completions(Shared(app): Shared<App>, body: Bytes) -> A
 }
 
 /// A request that has been read.
-struct Prepared {
-    params: Params,
-    prompt: Vec<u32>,
+pub(crate) struct Prepared {
+    pub(crate) params: Params,
+    pub(crate) prompt: Vec<u32>,
     tools: Tools,
     form: Option<Form>,
     reasoning: Option<Reasoning>,
@@ -59,7 +59,7 @@ struct Prepared {
 }
 
 impl Prepared {
-    fn read(body: &[u8], state: &State, loaded: &Loaded) -> ApiResult<Self> {
+    pub(crate) fn read(mut fields: Fields, state: &State, loaded: &Loaded) -> ApiResult<Self> {
         let model = &loaded.model;
         let template = model.template.as_ref().ok_or_else(|| {
             ApiError::invalid(format!(
@@ -67,7 +67,6 @@ impl Prepared {
                 model.name
             ))
         })?;
-        let mut fields = Fields::from_body(body)?;
         let mut params = Params::read(&mut fields, state, loaded)?;
         let max_tokens = fields.count("max_tokens")?;
         params.options.max_tokens = fields.count("max_completion_tokens")?.or(max_tokens);
@@ -156,7 +155,8 @@ impl Prepared {
         })
     }
 
-    fn ask(&self, state: &State, loaded: &Loaded) -> ApiResult<Answers> {
+    /// Hands it to the engine.
+    pub(crate) fn ask(&self, state: &State, loaded: &Loaded) -> ApiResult<Answers> {
         let skip_special = !loaded.style.needs_special_tokens(!self.tools.is_empty());
         let form_field = if self.tools.is_empty() {
             "response_format"
@@ -182,6 +182,17 @@ impl Prepared {
             &self.params,
             skip_special,
             &constraint,
+        )
+    }
+
+    /// What reads an answer to it.
+    pub(crate) fn parser(&self, loaded: &Loaded) -> OutputParser {
+        let has_tools = !self.tools.is_empty();
+        OutputParser::new(
+            loaded.style,
+            has_tools,
+            self.in_reasoning,
+            self.tools.most_calls,
         )
     }
 }
@@ -313,20 +324,21 @@ struct Choice {
     logprobs: Vec<Value>,
     content: String,
     reasoning: String,
-    calls: Vec<Value>,
+    calls: Vec<Call>,
     finish: Option<&'static str>,
+}
+
+/// A call of a tool, as far as it has been read.
+struct Call {
+    id: String,
+    name: String,
+    arguments: String,
 }
 
 impl Telling {
     fn new(prepared: &Prepared, app: &App, loaded: Arc<Loaded>, count: usize) -> Self {
-        let (tools, most_calls) = (&prepared.tools, prepared.tools.most_calls);
         let choice = || Choice {
-            parser: OutputParser::new(
-                loaded.style,
-                !tools.is_empty(),
-                prepared.in_reasoning,
-                most_calls,
-            ),
+            parser: prepared.parser(&loaded),
             logprobs: Vec::new(),
             content: String::new(),
             reasoning: String::new(),
@@ -380,14 +392,13 @@ impl Telling {
         }
     }
 
-    /// A call as the API tells it.
-    fn call(&self, name: &str, arguments: &str) -> Value {
-        // Mistral's templates accept ids of nine characters only.
-        let id = match self.loaded.style.tools {
-            ToolStyle::Mistral => self.app.unique(9),
-            _ => format!("call_{}", self.app.unique(24)),
-        };
-        json!({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}})
+    /// A call of `name` begins.
+    fn begin_call(&mut self, index: usize, name: String) {
+        self.choices[index].calls.push(Call {
+            id: call_id(&self.app, &self.loaded),
+            name,
+            arguments: String::new(),
+        });
     }
 
     fn collect(&mut self, index: usize, event: Event) -> ApiResult<()> {
@@ -396,9 +407,11 @@ impl Telling {
             match piece {
                 Piece::Content(text) => self.choices[index].content.push_str(&text),
                 Piece::Reasoning(text) => self.choices[index].reasoning.push_str(&text),
-                Piece::Call(call) => {
-                    let call = self.call(&call.name, &call.arguments);
-                    self.choices[index].calls.push(call);
+                Piece::Call(name) => self.begin_call(index, name),
+                Piece::Arguments(text) => {
+                    if let Some(call) = self.choices[index].calls.last_mut() {
+                        call.arguments.push_str(&text);
+                    }
                 }
             }
         }
@@ -419,7 +432,10 @@ impl Telling {
                 message.insert("reasoning_content".to_owned(), if reasoning.is_empty() { Value::Null } else { reasoning.into() });
             }
             if !choice.calls.is_empty() {
-                message.insert("tool_calls".to_owned(), choice.calls.into());
+                let calls = choice.calls.iter().map(|call| {
+                    json!({"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}})
+                });
+                message.insert("tool_calls".to_owned(), calls.collect());
             }
             let logprobs = if with_logprobs { json!({"content": choice.logprobs, "refusal": null}) } else { Value::Null };
             json!({"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish})
@@ -474,12 +490,17 @@ impl Chunks for Telling {
             let delta = match piece {
                 Piece::Content(text) => json!({"content": text}),
                 Piece::Reasoning(text) => json!({"reasoning_content": text}),
-                Piece::Call(call) => {
-                    let nth = self.choices[index].calls.len();
-                    let mut call = self.call(&call.name, &call.arguments);
-                    self.choices[index].calls.push(Value::Null);
-                    call["index"] = nth.into();
-                    json!({"tool_calls": [call]})
+                Piece::Call(name) => {
+                    self.begin_call(index, name);
+                    let calls = &self.choices[index].calls;
+                    let (nth, call) = (calls.len() - 1, &calls[calls.len() - 1]);
+                    json!({"tool_calls": [{
+                        "index": nth, "id": call.id, "type": "function", "function": {"name": call.name, "arguments": ""},
+                    }]})
+                }
+                Piece::Arguments(text) => {
+                    let nth = self.choices[index].calls.len().saturating_sub(1);
+                    json!({"tool_calls": [{"index": nth, "function": {"arguments": text}}]})
                 }
             };
             chunks.push(self.chunk(index, &delta, None));
@@ -490,12 +511,22 @@ impl Chunks for Telling {
         Ok(chunks)
     }
 
-    fn usage(&self, usage: &Usage) -> Option<Value> {
-        self.include_usage.then(|| {
+    fn last(&mut self, usage: &Usage) -> Vec<Value> {
+        let with_usage = self.include_usage.then(|| {
             let mut chunk = self.envelope(&json!([]));
             chunk["usage"] = usage.body();
             chunk
-        })
+        });
+        with_usage.into_iter().collect()
+    }
+}
+
+/// What a new call is called.
+pub(crate) fn call_id(app: &State, loaded: &Loaded) -> String {
+    // Mistral's templates accept ids of nine characters only.
+    match loaded.style.tools {
+        ToolStyle::Mistral => app.unique(9),
+        _ => format!("call_{}", app.unique(24)),
     }
 }
 

@@ -259,11 +259,12 @@ impl Chunks for Telling {
         Ok(vec![chunk])
     }
 
-    fn usage(&self, usage: &Usage) -> Option<Value> {
-        self.include_usage.then(|| {
+    fn last(&mut self, usage: &Usage) -> Vec<Value> {
+        let with_usage = self.include_usage.then(|| {
             let mut chunk = self.envelope(&json!([]));
             chunk["usage"] = usage.body();
             chunk
-        })
+        });
+        with_usage.into_iter().collect()
     }
 }

@@ -10,7 +10,7 @@ use tileinfer::{Error, ErrorKind};
 const RETRY_AFTER_SECONDS: u32 = 1;
 
 /// An error with a status.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct ApiError {
     status: StatusCode,
     kind: &'static str,
@@ -90,7 +90,7 @@ impl ApiError {
 
     /// No key, or a wrong one.
     pub(crate) fn unauthorized() -> Self {
-        let message = "this server needs an API key: send it as 'Authorization: Bearer KEY'";
+        let message = "this server needs an API key: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'";
         let error = ApiError::new(StatusCode::UNAUTHORIZED, "authentication_error", message);
         ApiError {
             code: Some("invalid_api_key"),
@@ -123,6 +123,22 @@ impl ApiError {
     /// As the body of an answer, or an event of a stream that has begun.
     pub(crate) fn body(&self) -> Value {
         json!({"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}})
+    }
+}
+
+impl ApiError {
+    /// The same as Anthropic's API tells it.
+    pub(crate) fn anthropic_body(&self) -> Value {
+        let kind = match self.status.as_u16() {
+            401 => "authentication_error",
+            404 => "not_found_error",
+            413 => "request_too_large",
+            429 => "rate_limit_error",
+            503 => "overloaded_error",
+            500.. => "api_error",
+            _ => "invalid_request_error",
+        };
+        json!({"type": "error", "error": {"type": kind, "message": self.message}})
     }
 }
 
@@ -160,6 +176,8 @@ impl IntoResponse for ApiError {
                 .headers_mut()
                 .insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
+        // For who spells it in another way on its way out.
+        response.extensions_mut().insert(self);
         response
     }
 }

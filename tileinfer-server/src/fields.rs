@@ -26,6 +26,14 @@ impl Fields {
         }
     }
 
+    /// All fields of an object that stands for a request.
+    pub(crate) fn of(left: Map<String, Value>) -> Self {
+        Fields {
+            left,
+            prefix: String::new(),
+        }
+    }
+
     /// The object that is the field `name`.
     pub(crate) fn object(&mut self, name: &str) -> ApiResult<Option<Fields>> {
         let prefix = format!("{}{name}.", self.prefix);
@@ -56,6 +64,13 @@ impl Fields {
             Value::String(text) => Some(text),
             _ => None,
         })
+    }
+
+    /// A string that has to be there.
+    pub(crate) fn needed(&mut self, name: &str) -> ApiResult<String> {
+        let path = format!("{}{name}", self.prefix);
+        self.string(name)?
+            .ok_or_else(|| ApiError::field(&path, format!("{path} is missing")))
     }
 
     pub(crate) fn flag(&mut self, name: &str) -> ApiResult<Option<bool>> {

@@ -1,16 +1,19 @@
-//! An OpenAI-compatible HTTP server over the engine. It knows requests, texts and events; tensors, pages and
+//! An HTTP server over the engine that speaks OpenAI's API, and Anthropic's messages. It knows requests, texts and events; tensors, pages and
 //! devices it does not know, and no wire type leaves it.
 //!
 //! [`serve`] is all a program needs; [`Server::app`] is the same without a socket, for tests and for those who
 //! have a server of their own.
 
+mod anthropic;
 mod answers;
+mod calls;
 mod chat;
 mod completions;
 mod error;
 mod fields;
 mod grammar;
 mod logprobs;
+mod messages;
 mod metrics;
 mod output;
 mod params;

@@ -1,7 +1,8 @@
-//! What the server tells Prometheus, under names like vLLM's. Counts come from the engine when they are asked
+//! What the server tells Prometheus: under vLLM's names, `tileinfer:` before them where vLLM has `vllm:`, so that
+//! dashboards and alerts made for one need only another prefix. Counts come from the engine when they are asked
 //! for; times are observed as events pass.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric};
@@ -18,6 +19,10 @@ pub(crate) struct ServerMetrics {
     to_first: Histogram,
     between: Histogram,
     whole: Histogram,
+    prefill: Histogram,
+    decode: Histogram,
+    running: Histogram,
+    per_token: Histogram,
     prompt_tokens: Histogram,
     generated_tokens: Histogram,
 }
@@ -38,41 +43,78 @@ impl Default for ServerMetrics {
             to_first: seconds(),
             between: seconds(),
             whole: seconds(),
+            prefill: seconds(),
+            decode: seconds(),
+            running: seconds(),
+            per_token: seconds(),
             prompt_tokens: tokens(),
             generated_tokens: tokens(),
         }
     }
 }
 
-/// When one request last had a token.
-#[derive(Debug, Default)]
-pub(crate) struct LastToken(Option<Instant>);
+/// When a request arrived, and when it last had a token.
+#[derive(Debug)]
+pub(crate) struct Clock {
+    arrived: Instant,
+    last: Option<Instant>,
+}
+
+impl Clock {
+    /// It arrives now.
+    pub(crate) fn start() -> Self {
+        Clock {
+            arrived: Instant::now(),
+            last: None,
+        }
+    }
+}
 
 impl ServerMetrics {
     /// Takes note of an event of a request.
-    pub(crate) fn observe(&self, event: &Event, last: &mut LastToken) {
+    pub(crate) fn observe(&self, event: &Event, clock: &mut Clock) {
         match event {
             Event::Tokens { .. } => {
                 let now = Instant::now();
-                if let Some(before) = last.0.replace(now) {
-                    self.between.observe((now - before).as_secs_f64());
+                match clock.last.replace(now) {
+                    Some(before) => self.between.observe((now - before).as_secs_f64()),
+                    None => self.to_first.observe((now - clock.arrived).as_secs_f64()),
                 }
             }
             Event::End(Ended::Finished(finished)) => {
-                self.queue.observe(finished.times.to_start.as_secs_f64());
-                self.to_first.observe(finished.times.to_first.as_secs_f64());
-                self.whole.observe(finished.times.to_end.as_secs_f64());
+                let seconds = |time: Duration| time.as_secs_f64();
+                let times = &finished.times;
+                self.queue.observe(seconds(times.to_start));
+                self.whole.observe(seconds(times.to_end));
+                self.running
+                    .observe(seconds(times.to_end.saturating_sub(times.to_start)));
                 self.prompt_tokens.observe(finished.prompt_tokens as f64);
                 self.generated_tokens
                     .observe(finished.completion_tokens as f64);
+                if finished.completion_tokens == 0 {
+                    return;
+                }
+                let decode = seconds(times.to_end.saturating_sub(times.to_first));
+                self.prefill
+                    .observe(seconds(times.to_first.saturating_sub(times.to_start)));
+                self.decode.observe(decode);
+                if finished.completion_tokens > 1 {
+                    self.per_token
+                        .observe(decode / (finished.completion_tokens - 1) as f64);
+                }
             }
             _ => {}
         }
     }
 
     /// All of it in the text format of OpenMetrics.
-    pub(crate) fn render(&self, engine: MetricsSnapshot) -> Result<String, std::fmt::Error> {
-        let mut registry = Registry::default();
+    pub(crate) fn render(
+        &self,
+        model: &str,
+        engine: MetricsSnapshot,
+    ) -> Result<String, std::fmt::Error> {
+        let label = ("model_name".into(), model.to_owned().into());
+        let mut registry = Registry::with_labels([label].into_iter());
         let mut histogram = |name: &str, help: &str, histogram: &Histogram| {
             registry.register(format!("tileinfer:{name}"), help, histogram.clone());
         };
@@ -95,6 +137,26 @@ impl ServerMetrics {
             "request_queue_time_seconds",
             "From arrival to the start",
             &self.queue,
+        );
+        histogram(
+            "request_prefill_time_seconds",
+            "From the start to the first token",
+            &self.prefill,
+        );
+        histogram(
+            "request_decode_time_seconds",
+            "From the first token to the end",
+            &self.decode,
+        );
+        histogram(
+            "request_inference_time_seconds",
+            "From the start to the end",
+            &self.running,
+        );
+        histogram(
+            "request_time_per_output_token_seconds",
+            "Between two tokens, on the average of a request",
+            &self.per_token,
         );
         histogram(
             "request_prompt_tokens",

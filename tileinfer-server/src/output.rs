@@ -1,8 +1,9 @@
 //! What a model's text means: reasoning, an answer, calls of tools. Each family writes these in its own way;
 //! here they are read as the text grows. It knows text only: no tokens, no HTTP.
 
-use serde_json::{Map, Value};
 use tileinfer::chat::ChatTemplate;
+
+use crate::calls::CallReader;
 
 /// How a model writes what is not plain text, as its chat template shows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -107,17 +108,10 @@ pub(crate) enum Piece {
     Reasoning(String),
     /// Of the answer.
     Content(String),
-    /// A whole call.
-    Call(Call),
-}
-
-/// A call of a tool.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Call {
-    /// Of which.
-    pub(crate) name: String,
-    /// The arguments, as JSON text.
-    pub(crate) arguments: String,
+    /// A call of the tool of this name begins.
+    Call(String),
+    /// Of the arguments of the call that began last, as JSON text.
+    Arguments(String),
 }
 
 /// Reads a text as it grows.
@@ -127,8 +121,12 @@ pub(crate) struct OutputParser {
     tools: bool,
     at: At,
     held: String,
+    /// While between the marks of calls.
+    reader: Option<CallReader>,
     calls: usize,
     most_calls: usize,
+    /// Whether the call that began last is one too many.
+    drops: bool,
 }
 
 /// Where in the answer the held text begins.
@@ -142,8 +140,8 @@ enum At {
     BeforeContent,
     /// In the answer.
     Content,
-    /// Inside the marks of a call.
-    Call,
+    /// Between the marks of calls.
+    Calls,
 }
 
 impl OutputParser {
@@ -161,8 +159,10 @@ impl OutputParser {
             tools,
             at,
             held: String::new(),
+            reader: None,
             calls: 0,
             most_calls,
+            drops: false,
         }
     }
 
@@ -185,13 +185,7 @@ impl OutputParser {
         let rest = std::mem::take(&mut self.held);
         match self.at {
             At::Reasoning(_) => show(&mut pieces, rest.trim_end_matches('\n'), Piece::Reasoning),
-            At::Start | At::BeforeContent if self.tools && self.style.tools == ToolStyle::Llama => {
-                self.calls_or_text(&rest, &rest, &mut pieces);
-            }
-            At::Call => {
-                let open = self.style.tools.marks().open;
-                self.calls_or_text(&rest, &format!("{open}{rest}"), &mut pieces);
-            }
+            At::Calls => self.end_calls(false, &mut pieces),
             // Blanks after reasoning or a call are nothing, as before an answer.
             At::BeforeContent
                 if rest.trim().is_empty() && (self.style.think.is_some() || self.calls > 0) => {}
@@ -244,13 +238,15 @@ impl OutputParser {
                     return false;
                 }
                 if self.tools && self.style.tools == ToolStyle::Llama {
-                    // A call is the whole answer: what begins like one is held to the end.
-                    if text.starts_with(['{', '[']) || PYTHON_TAG.starts_with(text) {
-                        return false;
-                    }
+                    // A call is the whole answer, with the mark or without.
                     if let Some(rest) = text.strip_prefix(PYTHON_TAG) {
                         self.held = rest.to_owned();
-                        self.at = At::Call;
+                        return self.begin_calls(PYTHON_TAG);
+                    }
+                    if text.starts_with(['{', '[']) {
+                        return self.begin_calls("");
+                    }
+                    if PYTHON_TAG.starts_with(text) {
                         return false;
                     }
                 }
@@ -261,29 +257,61 @@ impl OutputParser {
                 true
             }
             At::Content if self.tools && self.style.tools != ToolStyle::Llama => {
-                let (text, opened) = self.until(self.style.tools.marks().open);
+                let open = self.style.tools.marks().open;
+                let (text, opened) = self.until(open);
                 show(pieces, &text, Piece::Content);
-                if opened {
-                    self.at = At::Call;
-                }
-                opened
+                opened && self.begin_calls(open)
             }
             At::Content => {
                 show(pieces, &std::mem::take(&mut self.held), Piece::Content);
                 false
             }
-            At::Call => {
-                let Marks { open, close } = self.style.tools.marks();
-                let Some(end) = self.held.find(close).filter(|_| !close.is_empty()) else {
-                    return false;
-                };
-                let text = self.held[..end].to_owned();
-                self.held.drain(..end + close.len());
-                self.calls_or_text(&text, &format!("{open}{text}{close}"), pieces);
-                self.at = At::BeforeContent;
-                true
+            At::Calls => self.read_calls(pieces),
+        }
+    }
+
+    fn begin_calls(&mut self, opened: &'static str) -> bool {
+        self.reader = Some(CallReader::new(self.style.tools, opened));
+        self.at = At::Calls;
+        true
+    }
+
+    /// Reads on between the marks of calls; whether they have ended.
+    fn read_calls(&mut self, pieces: &mut Vec<Piece>) -> bool {
+        let Some(reader) = &mut self.reader else {
+            return false;
+        };
+        let mut read = Vec::new();
+        let rest = reader.push(&std::mem::take(&mut self.held), &mut read);
+        for piece in read {
+            if let Piece::Call(_) = piece {
+                self.drops = self.calls == self.most_calls;
+                self.calls += usize::from(!self.drops);
+            }
+            if !self.drops {
+                pieces.push(piece);
             }
         }
+        let Some(rest) = rest else {
+            return false;
+        };
+        self.held = rest;
+        self.end_calls(true, pieces);
+        true
+    }
+
+    /// What is no call is text. Where no mark ends calls, all that follows is.
+    fn end_calls(&mut self, closed: bool, pieces: &mut Vec<Piece>) {
+        let Some(reader) = self.reader.take() else {
+            return;
+        };
+        let goes_on = self.style.tools.marks().close.is_empty();
+        self.at = if goes_on && !reader.has_called() {
+            At::Content
+        } else {
+            At::BeforeContent
+        };
+        show(pieces, &reader.unread(closed), Piece::Content);
     }
 
     /// Takes what stands before `mark` out of the held text, and whether the mark was there, which goes too.
@@ -303,88 +331,11 @@ impl OutputParser {
         let rest = self.held.split_off(safe);
         (std::mem::replace(&mut self.held, rest), false)
     }
-
-    /// The calls that `text` holds, or `raw` as it stands if it holds none.
-    fn calls_or_text(&mut self, text: &str, raw: &str, pieces: &mut Vec<Piece>) {
-        let Some(calls) = read_calls(self.style.tools, text) else {
-            return show(pieces, raw, Piece::Content);
-        };
-        let room = self.most_calls - self.calls.min(self.most_calls);
-        self.calls += calls.len().min(room);
-        pieces.extend(calls.into_iter().take(room).map(Piece::Call));
-    }
 }
 
 fn show(pieces: &mut Vec<Piece>, text: &str, piece: fn(String) -> Piece) {
     if !text.is_empty() {
         pieces.push(piece(text.to_owned()));
-    }
-}
-
-/// The calls in the text between marks.
-fn read_calls(style: ToolStyle, text: &str) -> Option<Vec<Call>> {
-    let text = text.trim();
-    if style == ToolStyle::Mistral && !text.starts_with(['[', '{']) {
-        return text.split("[TOOL_CALLS]").map(named_call).collect();
-    }
-    let mut values = Vec::new();
-    // Several objects one after the other are several calls, with or without a semicolon between them.
-    let mut rest = text;
-    while !rest.is_empty() {
-        let mut stream = serde_json::Deserializer::from_str(rest).into_iter::<Value>();
-        match stream.next()?.ok()? {
-            Value::Array(list) => values.extend(list),
-            other => values.push(other),
-        }
-        rest = rest[stream.byte_offset()..].trim_start_matches([';', ' ', '\n', '\t']);
-    }
-    let calls: Option<Vec<Call>> = values
-        .into_iter()
-        .map(|value| read_call(style, value))
-        .collect();
-    calls.filter(|calls| !calls.is_empty())
-}
-
-/// `name[ARGS]{…}`, or without the word.
-fn named_call(text: &str) -> Option<Call> {
-    let start = text.find('{')?;
-    let name = text[..start].trim().trim_end_matches("[ARGS]").trim();
-    let arguments: Map<String, Value> = serde_json::from_str(text[start..].trim()).ok()?;
-    (!name.is_empty()).then(|| Call {
-        name: name.to_owned(),
-        arguments: Value::Object(arguments).to_string(),
-    })
-}
-
-fn read_call(style: ToolStyle, value: Value) -> Option<Call> {
-    let Value::Object(mut object) = value else {
-        return None;
-    };
-    if style == ToolStyle::Apertus && object.len() == 1 {
-        let (name, arguments) = object.into_iter().next()?;
-        return Some(Call {
-            name,
-            arguments: as_text(arguments),
-        });
-    }
-    let arguments = ["arguments", "parameters"]
-        .into_iter()
-        .find_map(|key| object.remove(key));
-    let Some(Value::String(name)) = object.remove("name") else {
-        return None;
-    };
-    // A tool without arguments may be called without them.
-    let arguments = arguments.unwrap_or_else(|| Value::Object(Map::new()));
-    Some(Call {
-        name,
-        arguments: as_text(arguments),
-    })
-}
-
-fn as_text(arguments: Value) -> String {
-    match arguments {
-        Value::String(text) => text,
-        other => other.to_string(),
     }
 }
 
@@ -400,46 +351,59 @@ mod tests {
         }
     }
 
-    fn content(text: &str) -> Piece {
-        Piece::Content(text.to_owned())
+    fn content(text: &str) -> (String, String) {
+        ("content".to_owned(), text.to_owned())
     }
 
-    fn reasoning(text: &str) -> Piece {
-        Piece::Reasoning(text.to_owned())
+    fn reasoning(text: &str) -> (String, String) {
+        ("reasoning".to_owned(), text.to_owned())
     }
 
-    fn call(name: &str, arguments: &str) -> Piece {
-        Piece::Call(Call {
-            name: name.to_owned(),
-            arguments: arguments.to_owned(),
-        })
+    fn call(name: &str, arguments: &str) -> (String, String) {
+        (format!("call {name}"), arguments.to_owned())
     }
 
-    /// The pieces of `text`, neighbours of one kind joined; the same however the text is cut.
-    fn pieces(style: Style, tools: bool, in_reasoning: bool, text: &str) -> Vec<Piece> {
+    /// Text, piece by piece, as it is read `size` characters at a time.
+    fn cut(parser: &mut OutputParser, text: &str, size: usize) -> Vec<Piece> {
+        let characters: Vec<char> = text.chars().collect();
+        let mut all = Vec::new();
+        for cut in characters.chunks(size) {
+            all.extend(parser.push(&cut.iter().collect::<String>()));
+        }
+        all.extend(parser.finish());
+        all
+    }
+
+    /// What `text` says, neighbours of one kind joined; the same however the text is cut.
+    fn pieces(style: Style, tools: bool, in_reasoning: bool, text: &str) -> Vec<(String, String)> {
         let cut_into = |size: usize| {
             let mut parser = OutputParser::new(style, tools, in_reasoning, 9);
-            let characters: Vec<char> = text.chars().collect();
-            let mut all = Vec::new();
-            for cut in characters.chunks(size) {
-                all.extend(parser.push(&cut.iter().collect::<String>()));
-            }
-            all.extend(parser.finish());
-            let mut joined: Vec<Piece> = Vec::new();
-            for piece in all {
-                match (joined.last_mut(), piece) {
-                    (Some(Piece::Content(before)), Piece::Content(text)) => before.push_str(&text),
-                    (Some(Piece::Reasoning(before)), Piece::Reasoning(text)) => {
-                        before.push_str(&text)
+            let mut joined: Vec<(String, String)> = Vec::new();
+            for piece in cut(&mut parser, text, size) {
+                let (kind, text) = match piece {
+                    Piece::Content(text) => ("content".to_owned(), text),
+                    Piece::Reasoning(text) => ("reasoning".to_owned(), text),
+                    Piece::Call(name) => {
+                        joined.push((format!("call {name}"), String::new()));
+                        continue;
                     }
-                    (_, piece) => joined.push(piece),
+                    Piece::Arguments(text) => {
+                        let (kind, arguments) = joined.last_mut().expect("a call began");
+                        assert!(kind.starts_with("call"), "{kind}");
+                        arguments.push_str(&text);
+                        continue;
+                    }
+                };
+                match joined.last_mut().filter(|last| last.0 == kind) {
+                    Some(last) => last.1.push_str(&text),
+                    None => joined.push((kind, text)),
                 }
             }
             joined
         };
         let whole = cut_into(usize::MAX);
         for size in [1, 2, 3, 7] {
-            assert_eq!(cut_into(size), whole, "cut into {size}");
+            assert_eq!(cut_into(size), whole, "cut into {size}: {text}");
         }
         whole
     }
@@ -477,7 +441,7 @@ mod tests {
     fn calls_in_the_style_of_hermes() {
         let qwen = style(true, ToolStyle::Hermes);
         let one = "<tool_call>\n{\"name\": \"f\", \"arguments\": {\"x\": \"</b>\", \"n\": 1.0}}\n</tool_call>";
-        let read = call("f", "{\"x\":\"</b>\",\"n\":1.0}");
+        let read = call("f", "{\"x\": \"</b>\", \"n\": 1.0}");
         assert_eq!(pieces(qwen, true, false, one), std::slice::from_ref(&read));
         let two = format!("<think>\nhm\n</think>\n\nI will.\n\n{one}\n{one}\nDone");
         assert_eq!(
@@ -522,7 +486,7 @@ mod tests {
     fn calls_in_the_style_of_llama() {
         let llama = style(false, ToolStyle::Llama);
         let text = "{\"name\": \"get\", \"parameters\": {\"city\": \"Bern\"}}";
-        let read = call("get", "{\"city\":\"Bern\"}");
+        let read = call("get", "{\"city\": \"Bern\"}");
         assert_eq!(
             pieces(llama, true, false, text),
             std::slice::from_ref(&read)
@@ -547,12 +511,12 @@ mod tests {
         let text = "[TOOL_CALLS][{\"name\": \"f\", \"arguments\": {}}, {\"name\": \"g\", \"arguments\": {\"a\": [1]}}]";
         assert_eq!(
             pieces(mistral, true, false, text),
-            [call("f", "{}"), call("g", "{\"a\":[1]}")]
+            [call("f", "{}"), call("g", "{\"a\": [1]}")]
         );
         let newer = "Sure. [TOOL_CALLS]f[ARGS]{\"a\": 1}[TOOL_CALLS]g{}";
         assert_eq!(
             pieces(mistral, true, false, newer),
-            [content("Sure."), call("f", "{\"a\":1}"), call("g", "{}")]
+            [content("Sure."), call("f", "{\"a\": 1}"), call("g", "{}")]
         );
         let apertus = Style {
             think: Some(INNER),
@@ -562,7 +526,139 @@ mod tests {
         let text = "<|inner_prefix|>hm<|inner_suffix|><|tools_prefix|>[{\"f\": {\"x\": 1}}]";
         assert_eq!(
             pieces(apertus, true, false, text),
-            [reasoning("hm"), call("f", "{\"x\":1}")]
+            [reasoning("hm"), call("f", "{\"x\": 1}")]
+        );
+    }
+
+    #[test]
+    fn arguments_come_in_pieces() {
+        let whole =
+            "{\"city\": \"Z\u{fc}rich \\\"}\\\" </tool_call>\", \"days\": [1, {\"a\": {}}]}";
+        let spoken = [
+            (
+                ToolStyle::Hermes,
+                format!("<tool_call>\n{{\"name\": \"f\", \"arguments\": {whole}}}\n</tool_call>"),
+            ),
+            (
+                ToolStyle::Llama,
+                format!("{{\"name\": \"f\", \"parameters\": {whole}}}"),
+            ),
+            (
+                ToolStyle::Mistral,
+                format!(
+                    "[TOOL_CALLS][{{\"name\": \"f\", \"arguments\": {whole}, \"id\": \"a{{b\"}}]"
+                ),
+            ),
+            (
+                ToolStyle::Mistral,
+                format!("[TOOL_CALLS]f[CALL_ID]x[ARGS]{whole}"),
+            ),
+            (
+                ToolStyle::Apertus,
+                format!("<|tools_prefix|>[{{\"f\": {whole}}}]<|tools_suffix|>"),
+            ),
+        ];
+        for (tools, text) in spoken {
+            let style = style(false, tools);
+            assert_eq!(pieces(style, true, false, &text), [call("f", whole)]);
+            let mut parser = OutputParser::new(style, true, false, 9);
+            let told = cut(&mut parser, &text, 1);
+            assert!(told.len() > whole.chars().count(), "{told:?}");
+            // The name is known before any argument, and each character is told as it comes.
+            let start = text.find(whole).unwrap();
+            let mut parser = OutputParser::new(style, true, false, 9);
+            assert_eq!(
+                parser.push(&text[..start + 1]),
+                [
+                    Piece::Call("f".to_owned()),
+                    Piece::Arguments("{".to_owned())
+                ]
+            );
+            assert_eq!(
+                parser.push("\"city\": \"Z"),
+                [Piece::Arguments("\"city\": \"Z".to_owned())]
+            );
+            // Cut off there, it is a call all the same: what was told stays true.
+            assert_eq!(parser.finish(), []);
+            assert_eq!(parser.calls(), 1);
+        }
+    }
+
+    #[test]
+    fn calls_that_are_not_quite_right() {
+        let qwen = style(true, ToolStyle::Hermes);
+        for (text, expected) in [
+            // The last bracket forgotten, or one too many.
+            (
+                "<tool_call>\n{\"name\": \"f\", \"arguments\": {\"x\": 1}\n</tool_call>",
+                vec![call("f", "{\"x\": 1}")],
+            ),
+            (
+                "<tool_call>{\"name\": \"f\", \"arguments\": {\"x\": 1}}}</tool_call>ok",
+                vec![call("f", "{\"x\": 1}"), content("ok")],
+            ),
+            // Another order, arguments as text, none at all.
+            (
+                "<tool_call>{\"arguments\": {\"x\": 1}, \"name\": \"f\"}</tool_call>",
+                vec![call("f", "{\"x\":1}")],
+            ),
+            (
+                "<tool_call>{\"name\": \"f\", \"arguments\": \"{\\\"x\\\": 1}\"}</tool_call>",
+                vec![call("f", "{\"x\": 1}")],
+            ),
+            (
+                "<tool_call>{\"name\": \"f\"}</tool_call>",
+                vec![call("f", "{}")],
+            ),
+            // Two in one section, and a mark that was never closed.
+            (
+                "<tool_call>{\"name\": \"f\", \"arguments\": {}}\n{\"name\": \"g\", \"arguments\": {}}</tool_call>",
+                vec![call("f", "{}"), call("g", "{}")],
+            ),
+            (
+                "<tool_call>{\"name\": \"f\", \"arguments\": {}}<tool_call>{\"name\": \"g\", \"arguments\": {}}</tool",
+                vec![call("f", "{}"), call("g", "{}")],
+            ),
+            // Arguments that are no JSON end where they cannot go on.
+            (
+                "<tool_call>{\"name\": \"f\", \"arguments\": {\"x\": 1\n</tool_call> So.",
+                vec![call("f", "{\"x\": 1\n"), content("So.")],
+            ),
+            // Cut off before the name is sure.
+            (
+                "<tool_call>{\"name\": \"f\", \"argu",
+                vec![content("<tool_call>{\"name\": \"f\", \"argu")],
+            ),
+            ("<tool_call>", vec![content("<tool_call>")]),
+            (
+                "<tool_call>no json</tool_call>",
+                vec![content("<tool_call>no json</tool_call>")],
+            ),
+        ] {
+            assert_eq!(pieces(qwen, true, false, text), expected, "{text}");
+        }
+        let llama = style(false, ToolStyle::Llama);
+        assert_eq!(
+            pieces(llama, true, false, "[1] and {\"name\": \"f\"}"),
+            [content("[1] and {\"name\": \"f\"}")]
+        );
+        assert_eq!(
+            pieces(
+                llama,
+                true,
+                false,
+                "{\"name\": \"f\", \"parameters\": {}} Done {x}"
+            ),
+            [call("f", "{}"), content("Done {x}")]
+        );
+        assert_eq!(
+            pieces(llama, true, false, "<|python_tag|>print(1)"),
+            [content("<|python_tag|>print(1)")]
+        );
+        let mistral = style(false, ToolStyle::Mistral);
+        assert_eq!(
+            pieces(mistral, true, false, "[TOOL_CALLS]nothing [TOO"),
+            [content("[TOOL_CALLS]nothing [TOO")]
         );
     }
 }

@@ -34,20 +34,7 @@ impl Params {
         }
         // They identify the caller or ask for what is always so.
         fields.let_pass(&["user", "metadata", "safety_identifier", "prompt_cache_key"]);
-        for (name, only) in [
-            ("store", Value::from(false)),
-            ("service_tier", "auto".into()),
-        ] {
-            if let Some(value) = fields
-                .take(name)
-                .filter(|value| *value != only && value != "default")
-            {
-                return Err(ApiError::unsupported(
-                    name,
-                    &format!("{name} can only be {only}, not {}", brief(&value)),
-                ));
-            }
-        }
+        only_as_always(fields)?;
         let sampling = Arc::new(sampling(fields, &model.defaults.sampling)?);
         let seed = match fields.integer("seed")? {
             Some(seed) => seed as u64,
@@ -98,6 +85,30 @@ impl Params {
             include_usage,
         })
     }
+}
+
+/// Fields that other servers have, for which there is one value here: what is always so. Gateways send them unasked.
+fn only_as_always(fields: &mut Fields) -> ApiResult<()> {
+    for (name, only) in [
+        ("store", Value::from(false)),
+        ("service_tier", "auto".into()),
+        ("separate_reasoning", true.into()),
+        ("include_reasoning", true.into()),
+        ("stream_reasoning", true.into()),
+        ("skip_special_tokens", true.into()),
+        ("spaces_between_special_tokens", true.into()),
+        ("no_stop_trim", false.into()),
+        ("include_stop_str_in_output", false.into()),
+        ("return_hidden_states", false.into()),
+        ("use_beam_search", false.into()),
+    ] {
+        let other = fields.take(name).filter(|value| *value != only);
+        if let Some(value) = other.filter(|value| name != "service_tier" || *value != "default") {
+            let reason = format!("{name} can only be {only}, not {}", brief(&value));
+            return Err(ApiError::unsupported(name, &reason));
+        }
+    }
+    Ok(())
 }
 
 fn sampling(fields: &mut Fields, defaults: &SamplingParams) -> ApiResult<SamplingParams> {

@@ -18,12 +18,15 @@ use crate::chat::{chat_completions, prompt_of};
 use crate::completions::completions;
 use crate::error::{ApiError, ApiResult};
 use crate::fields::Fields;
+use crate::messages::{count_tokens, messages};
 
 /// All routes.
 pub(crate) fn router(app: &App) -> Router {
     let keyed = Router::new()
         .route("/v1/chat/completions", post(chat_completions))
         .route("/v1/completions", post(completions))
+        .route("/v1/messages", post(messages))
+        .route("/v1/messages/count_tokens", post(count_tokens))
         .route("/v1/models", get(models))
         .route("/v1/models/{*name}", get(one_model))
         .route("/tokenize", post(tokenize))
@@ -43,6 +46,7 @@ pub(crate) fn router(app: &App) -> Router {
             ApiError::method_not_allowed(format!("{} does not take {method}", request.uri().path()))
         })
         .layer(middleware::from_fn(no_panic))
+        .layer(middleware::from_fn(errors_of_anthropic))
         .layer(middleware::from_fn_with_state(app.clone(), cors))
         .with_state(app.clone())
 }
@@ -73,10 +77,14 @@ async fn health(Shared(app): Shared<App>) -> Response {
 }
 
 async fn metrics(Shared(app): Shared<App>) -> ApiResult<Response> {
-    let engine = app
-        .loaded()
-        .map(|loaded| loaded.model.engine.metrics().snapshot());
-    let text = app.metrics.render(engine.unwrap_or_default());
+    let (name, engine) = match app.loaded() {
+        Some(loaded) => (
+            loaded.model.name.as_str(),
+            loaded.model.engine.metrics().snapshot(),
+        ),
+        None => Default::default(),
+    };
+    let text = app.metrics.render(name, engine);
     let text =
         text.map_err(|error| ApiError::internal(format!("metrics cannot be written: {error}")))?;
     Ok((
@@ -189,19 +197,17 @@ async fn ask_for_key(Shared(app): Shared<App>, request: Request, next: Next) -> 
 }
 
 fn has_key(headers: &HeaderMap, key: &str) -> bool {
-    let sent = headers
-        .get(header::AUTHORIZATION)
-        .and_then(|value| value.to_str().ok());
-    let sent = sent
-        .and_then(|value| value.strip_prefix("Bearer "))
-        .unwrap_or_default()
-        .as_bytes();
-    let key = key.as_bytes();
-    // Takes as long for every wrong key, so that time says nothing about it.
-    let differences = sent
-        .iter()
-        .zip(key.iter().cycle())
-        .fold(0, |all, (a, b)| all | (a ^ b));
+    let header = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
+    let bearer = header("authorization").and_then(|value| value.strip_prefix("Bearer "));
+    // Clients of Anthropic's API send one or the other, or both.
+    let sent = [bearer, header("x-api-key")];
+    sent.into_iter().flatten().any(|sent| is_same(sent, key))
+}
+
+/// Takes as long for every wrong key, so that time says nothing about it.
+fn is_same(sent: &str, key: &str) -> bool {
+    let pairs = sent.bytes().zip(key.bytes().cycle());
+    let differences = pairs.fold(0, |all, (a, b)| all | (a ^ b));
     differences == 0 && sent.len() == key.len()
 }
 
@@ -233,12 +239,28 @@ async fn cors(Shared(app): Shared<App>, request: Request, next: Next) -> Respons
         );
         headers.insert(
             header::ACCESS_CONTROL_ALLOW_HEADERS,
-            HeaderValue::from_static("authorization, content-type"),
+            HeaderValue::from_static(
+                "authorization, content-type, x-api-key, anthropic-version, anthropic-beta",
+            ),
         );
         headers.insert(
             header::ACCESS_CONTROL_MAX_AGE,
             HeaderValue::from_static("600"),
         );
+    }
+    response
+}
+
+/// Errors of the messages API are spelled as its clients know them.
+async fn errors_of_anthropic(request: Request, next: Next) -> Response {
+    let here = request.uri().path().starts_with("/v1/messages");
+    let mut response = next.run(request).await;
+    if here && let Some(error) = response.extensions_mut().remove::<ApiError>() {
+        let body = axum::Json(error.anthropic_body())
+            .into_response()
+            .into_body();
+        response.headers_mut().remove(header::CONTENT_LENGTH);
+        *response.body_mut() = body;
     }
     response
 }

@@ -8,19 +8,48 @@ use std::time::Duration;
 use axum::response::sse::{Event as Sent, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use futures_util::stream;
-use serde_json::Value;
+use serde_json::{Value, json};
 use tileinfer::engine::Event;
 
 use crate::answers::{Answers, Usage};
-use crate::error::ApiResult;
+use crate::error::{ApiError, ApiResult};
 
 /// What one kind of request says of its events.
 pub(crate) trait Chunks: Send + 'static {
     /// The chunks that an event of answer `index` makes.
     fn event(&mut self, index: usize, event: Event) -> ApiResult<Vec<Value>>;
 
-    /// The last chunk, if usage is asked for.
-    fn usage(&self, usage: &Usage) -> Option<Value>;
+    /// What is said after the last event.
+    fn last(&mut self, usage: &Usage) -> Vec<Value>;
+
+    /// What is said of an error, which ends the stream.
+    fn failed(&self, error: &ApiError) -> Value {
+        error.body()
+    }
+
+    /// How it is spelled.
+    fn dialect(&self) -> Dialect {
+        Dialect::OpenAi
+    }
+}
+
+/// How events are spelled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Dialect {
+    /// Without names, and `[DONE]` at the end; a comment is a sign of life.
+    OpenAi,
+    /// Named after their `type`; an event `ping` is a sign of life.
+    Anthropic,
+}
+
+impl Dialect {
+    fn spell(self, chunk: &Value) -> Sent {
+        let sent = match (self, chunk["type"].as_str()) {
+            (Dialect::Anthropic, Some(name)) => Sent::default().event(name),
+            _ => Sent::default(),
+        };
+        sent.data(chunk.to_string())
+    }
 }
 
 struct Telling<C> {
@@ -37,7 +66,8 @@ pub(crate) fn respond(answers: Answers, chunks: impl Chunks, ping: Duration) -> 
         chunks,
         pending: VecDeque::new(),
     };
-    let events = stream::unfold(telling, |mut telling| async move {
+    let dialect = telling.chunks.dialect();
+    let events = stream::unfold(telling, move |mut telling| async move {
         loop {
             if let Some(sent) = telling.pending.pop_front() {
                 return Some((Ok::<_, Infallible>(sent), telling));
@@ -45,23 +75,33 @@ pub(crate) fn respond(answers: Answers, chunks: impl Chunks, ping: Duration) -> 
             let answers = telling.answers.as_mut()?;
             match answers.next().await {
                 Some((index, event)) => match telling.chunks.event(index, event) {
-                    Ok(chunks) => telling.pending.extend(chunks.iter().map(data)),
+                    Ok(chunks) => {
+                        let sent = chunks.iter().map(|chunk| dialect.spell(chunk));
+                        telling.pending.extend(sent);
+                    }
                     Err(error) => {
-                        telling.pending.push_back(data(&error.body()));
+                        let failed = telling.chunks.failed(&error);
+                        telling.pending.push_back(dialect.spell(&failed));
                         telling.answers = None;
                     }
                 },
                 None => {
-                    telling
-                        .pending
-                        .extend(telling.chunks.usage(&answers.usage).as_ref().map(data));
-                    telling.pending.push_back(Sent::default().data("[DONE]"));
+                    let last = telling.chunks.last(&answers.usage);
+                    let sent = last.iter().map(|chunk| dialect.spell(chunk));
+                    telling.pending.extend(sent);
+                    if dialect == Dialect::OpenAi {
+                        telling.pending.push_back(Sent::default().data("[DONE]"));
+                    }
                     telling.answers = None;
                 }
             }
         }
     });
-    let alive = KeepAlive::new().interval(ping).text("ping");
+    let alive = KeepAlive::new().interval(ping);
+    let alive = match dialect {
+        Dialect::OpenAi => alive.text("ping"),
+        Dialect::Anthropic => alive.event(dialect.spell(&json!({"type": "ping"}))),
+    };
     let mut response = Sse::new(events).keep_alive(alive).into_response();
     // Proxies that collect answers before they pass them on would defeat the stream.
     response.headers_mut().insert(
@@ -69,8 +109,4 @@ pub(crate) fn respond(answers: Answers, chunks: impl Chunks, ping: Duration) -> 
         axum::http::HeaderValue::from_static("no"),
     );
     response
-}
-
-fn data(value: &Value) -> Sent {
-    Sent::default().data(value.to_string())
 }

@@ -172,7 +172,10 @@ fn read_tool(name: &str, tool: Value) -> ApiResult<(String, Value, bool)> {
 /// the words that it is told to use.
 pub(crate) fn tell(messages: &mut Vec<Value>, tools: &Tools) {
     for message in messages.iter_mut() {
-        let content = message["content"].as_str().unwrap_or_default().to_owned();
+        let Some(content) = text_of(&message["content"]) else {
+            // What is not text is refused where the conversation is rendered.
+            continue;
+        };
         if message["role"] == "tool" {
             *message = json!({"role": "user", "content": format!("<tool_response>\n{content}\n</tool_response>")});
         } else if let Some(calls) = message["tool_calls"].as_array() {
@@ -206,9 +209,22 @@ pub(crate) fn tell(messages: &mut Vec<Value>, tools: &Tools) {
         .filter(|first| first["role"] == "system")
     {
         Some(system) => {
-            let before = system["content"].as_str().unwrap_or_default();
+            let before = text_of(&system["content"]).unwrap_or_default();
             system["content"] = format!("{before}\n\n{told}").trim_start().into();
         }
         None => messages.insert(0, json!({"role": "system", "content": told})),
+    }
+}
+
+/// Content as one text, be it written as one or in parts; none, if a part is something else.
+fn text_of(content: &Value) -> Option<String> {
+    match content {
+        Value::Array(parts) => {
+            let texts = parts
+                .iter()
+                .map(|part| part.as_str().or(part["text"].as_str()));
+            Some(texts.collect::<Option<Vec<_>>>()?.join("\n"))
+        }
+        content => Some(content.as_str().unwrap_or_default().to_owned()),
     }
 }

@@ -10,6 +10,11 @@ use crate::sampling::Sampled;
 use crate::tokenizer::{DecodeStream, StopStrings, Tokenizer};
 use crate::{Error, Result};
 
+/// After a step that takes longer, the next has half as many rows, so that whoever breaks off is heard soon.
+const LONG_STEP: Duration = Duration::from_secs(1);
+/// No step is made smaller than this: fewer rows would cost as much for each step.
+const FEW_ROWS: usize = 32;
+
 /// An answer as tokens.
 #[derive(Debug)]
 pub struct Generated {
@@ -62,7 +67,7 @@ fn rate(count: usize, time: Duration) -> f64 {
 
 /// Continues `prompt` on `steps`, reusing what `sequence` has cached of it.
 ///
-/// `on_progress` hears how many tokens of the prompt have run, `on_token` gets each new token and may break
+/// `on_progress` hears how many tokens of the prompt have run, `on_token` gets each new token. Both may break
 /// off, which counts as [`FinishReason::Stop`]. No other generation may be in `steps`. On an error the
 /// sequence's pages go back to the pool.
 pub fn generate(
@@ -70,7 +75,7 @@ pub fn generate(
     sequence: Sequence,
     prompt: &[u32],
     options: GenerationOptions,
-    on_progress: &mut dyn FnMut(usize),
+    on_progress: &mut dyn FnMut(usize) -> ControlFlow<()>,
     on_token: &mut dyn FnMut(&Sampled) -> ControlFlow<()>,
 ) -> Result<Generated> {
     let start = Instant::now();
@@ -111,10 +116,10 @@ pub fn generate(
 fn drive(
     steps: &mut StepLoop,
     slot: crate::engine::Slot,
-    on_progress: &mut dyn FnMut(usize),
+    on_progress: &mut dyn FnMut(usize) -> ControlFlow<()>,
     on_token: &mut dyn FnMut(&Sampled) -> ControlFlow<()>,
 ) -> Result<Option<Instant>> {
-    let max_rows = steps.limits().max_rows;
+    let mut max_rows = steps.limits().max_rows;
     let (mut first, mut heard) = (None, 0);
     loop {
         let Some(generation) = steps.get(slot) else {
@@ -133,9 +138,17 @@ fn drive(
             rows,
             drafts: Vec::new(),
         });
-        for advance in steps.advance(plan.as_slice())? {
-            if advance.tokens.is_empty() {
-                on_progress(steps.get(slot).map_or(0, Generation::cached_now));
+        let launched = Instant::now();
+        let advances = steps.advance(plan.as_slice())?;
+        if launched.elapsed() > LONG_STEP {
+            max_rows = (max_rows / 2).max(FEW_ROWS.min(max_rows));
+        }
+        for advance in advances {
+            if advance.tokens.is_empty()
+                && on_progress(steps.get(slot).map_or(0, Generation::cached_now)).is_break()
+                && let Some(generation) = steps.get_mut(slot)
+            {
+                generation.end_after(heard, FinishReason::Stop);
             }
             for token in &advance.tokens {
                 first.get_or_insert_with(Instant::now);
@@ -169,7 +182,7 @@ pub fn answer(
     prompt: &[u32],
     options: GenerationOptions,
     stop_strings: &[String],
-    on_progress: &mut dyn FnMut(usize),
+    on_progress: &mut dyn FnMut(usize) -> ControlFlow<()>,
     on_text: &mut dyn FnMut(&str) -> ControlFlow<()>,
 ) -> Result<Answer> {
     let mut output = TextOutput::new(tokenizer, stop_strings)?;

@@ -10,6 +10,8 @@ pub struct MemoryPlan {
     pub weights_bytes: u64,
     /// Bytes of keys and values of one position, all layers together.
     pub kv_bytes_per_token: u64,
+    /// Bytes of the RoPE table for one position.
+    pub rope_bytes_per_position: u64,
     /// Bytes of the buffers of a step.
     pub workspace_bytes: u64,
 }
@@ -43,16 +45,24 @@ impl MemoryPlan {
         MemoryPlan {
             weights_bytes,
             kv_bytes_per_token: (config.layers.len() * kv.position_bytes()) as u64,
+            // A cosine and a sine for each pair of a head, and a factor for the queries, in f32.
+            rope_bytes_per_position: 4
+                * (config.head_dim + usize::from(config.rope.query_scale.is_some())) as u64,
             workspace_bytes: (row * activation_bytes * max_rows + logits) as u64,
         }
     }
 
-    /// The longest context whose keys and values fit in `memory` bytes beside everything else, in whole pages.
+    /// Bytes of a context of `tokens`: its keys and values, and the RoPE table that reaches as far.
+    pub fn context_bytes(&self, tokens: u64) -> u64 {
+        (self.kv_bytes_per_token + self.rope_bytes_per_position).saturating_mul(tokens)
+    }
+
+    /// The longest context that fits in `memory` bytes beside everything else, in whole pages.
     pub fn max_context(&self, memory: u64) -> u64 {
         let rest = memory
             .saturating_sub(self.weights_bytes)
             .saturating_sub(self.workspace_bytes);
-        let page = self.kv_bytes_per_token * PAGE_SIZE as u64;
+        let page = self.context_bytes(PAGE_SIZE as u64);
         rest / page.max(1) * PAGE_SIZE as u64
     }
 }

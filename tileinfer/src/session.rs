@@ -114,23 +114,25 @@ impl Session {
         &self.template
     }
 
-    /// Continues a text as it is, outside the conversation, with what is cached of it.
+    /// Continues a text as it is, outside the conversation, with what is cached of it. `on_progress` and `on_text`
+    /// are those of [`reply`](Self::reply).
     pub fn continue_text(
         &mut self,
         text: &str,
-        on_progress: &mut dyn FnMut(usize),
+        on_progress: &mut dyn FnMut(usize) -> ControlFlow<()>,
         on_text: &mut dyn FnMut(&str) -> ControlFlow<()>,
     ) -> Result<Reply> {
         let prompt = self.tokenizer.encode_prompt(text)?;
         self.run(&prompt, on_progress, on_text)
     }
 
-    /// Adds a user message and the model's answer to it. `on_text` gets the answer as it comes and may break
-    /// off; what came until then is the answer. On an error the conversation is left as it was.
+    /// Adds a user message and the model's answer to it. `on_progress` hears how much of the prompt has run,
+    /// `on_text` gets the answer as it comes, and both may break off; what came until then is the answer. If
+    /// nothing came, and on an error, the conversation is left as it was.
     pub fn reply(
         &mut self,
         text: &str,
-        on_progress: &mut dyn FnMut(usize),
+        on_progress: &mut dyn FnMut(usize) -> ControlFlow<()>,
         on_text: &mut dyn FnMut(&str) -> ControlFlow<()>,
     ) -> Result<Reply> {
         let before = self.messages.len();
@@ -139,10 +141,10 @@ impl Session {
             .prompt()
             .and_then(|prompt| self.run(&prompt, on_progress, on_text));
         match &result {
-            Ok(reply) => self
+            Ok(reply) if reply.stats.completion_tokens > 0 => self
                 .messages
                 .push(ChatMessage::new("assistant", reply.text.clone())),
-            Err(_) => self.messages.truncate(before),
+            _ => self.messages.truncate(before),
         }
         result
     }
@@ -162,7 +164,7 @@ impl Session {
     fn run(
         &mut self,
         prompt: &[u32],
-        on_progress: &mut dyn FnMut(usize),
+        on_progress: &mut dyn FnMut(usize) -> ControlFlow<()>,
         on_text: &mut dyn FnMut(&str) -> ControlFlow<()>,
     ) -> Result<Reply> {
         let options = GenerationOptions {

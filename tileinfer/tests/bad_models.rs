@@ -128,7 +128,7 @@ fn ask(
         &ids,
         options,
         &[],
-        &mut |_| (),
+        &mut |_| ControlFlow::Continue(()),
         on_text,
     )?;
     Ok(answer.text)

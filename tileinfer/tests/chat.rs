@@ -1,5 +1,6 @@
 //! Chat templates against transformers' `apply_chat_template`, refusals included.
 
+use std::time::{Duration, Instant};
 use std::{fs, path::Path};
 
 use proptest::prelude::*;
@@ -471,6 +472,7 @@ fn templates_cannot_run_away() {
         "{% set ns = namespace(x=[1]) %}{% for i in range(40) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x | string | length }}",
         "{% set ns = namespace(x=[1]) %}{% for i in range(99) %}{% for j in range(99999) %}{% set ns.x = [ns.x] %}{% endfor %}{% endfor %}",
         "{% set ns = namespace(x=[1]) %}{% for i in range(90000) %}{% set ns.x = {'a': ns.x} %}{% endfor %}{{ ns.x == {'a': ns.x} }}{{ ns.x | tojson }}",
+        "{% set ns = namespace(x=[1]) %}{% for i in range(40) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{% set y %}{{ ns.x }}{% endset %}",
         "{{ 'a' * 999999999999 }}",
         "{{ 'a' | indent(999999999) }}",
         "{% for i in range(100000) %}{{ 'a' * 10000 }}{% endfor %}",
@@ -481,6 +483,26 @@ fn templates_cannot_run_away() {
             "{source}: {error}"
         );
     }
+}
+
+/// Work that the engine's fuel does not see: two lists of 2^40 items, though only of forty lists each, are compared.
+/// It is given up on, and as long as it goes on nobody waits for the same template again.
+#[test]
+fn templates_that_work_in_secret_are_given_up_on() {
+    let twice = "{% set ns.x = [ns.x, ns.x] %}";
+    let list =
+        format!("{{% set ns = namespace(x=[1]) %}}{{% for i in range(40) %}}{twice}{{% endfor %}}");
+    let source = format!("{list}{{% set first = ns.x %}}{list}{{{{ first == ns.x }}}}");
+    let template = template(&source);
+    let request = parsed(json!({"messages": [{"role": "user", "content": "Hi"}]}));
+    let start = Instant::now();
+    let error = template.render(&request).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::BadModel, "{error}");
+    assert!(error.to_string().contains("come to an end"), "{error}");
+    assert!(start.elapsed() > Duration::from_secs(9));
+    let start = Instant::now();
+    assert!(template.render(&request).is_err());
+    assert!(start.elapsed() < Duration::from_secs(5));
 }
 
 #[test]

@@ -458,7 +458,7 @@ fn run(
         sequence,
         prompt,
         options.clone(),
-        &mut |_| (),
+        &mut |_| ControlFlow::Continue(()),
         on_token,
     )
 }
@@ -961,7 +961,10 @@ fn progress_counts_the_prompt() {
             sequence,
             &ids,
             greedy(Some(2)),
-            &mut |done| heard.push(done),
+            &mut |done| {
+                heard.push(done);
+                ControlFlow::Continue(())
+            },
             on_token,
         )
         .unwrap();

@@ -152,9 +152,16 @@ fn alone(fake: &FakeOptions, prompt: &[u32], options: GenerationOptions) -> Vec<
     let mut steps = StepLoop::new(Box::new(FakeRunner::new(&plain)));
     let sequence = steps.new_sequence();
     let nothing = &mut |_: &_| std::ops::ControlFlow::Continue(());
-    generate(&mut steps, sequence, prompt, options, &mut |_| {}, nothing)
-        .unwrap()
-        .tokens
+    generate(
+        &mut steps,
+        sequence,
+        prompt,
+        options,
+        &mut |_| std::ops::ControlFlow::Continue(()),
+        nothing,
+    )
+    .unwrap()
+    .tokens
 }
 
 struct Random(u64);

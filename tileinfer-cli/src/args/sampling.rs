@@ -6,19 +6,24 @@ use clap::Args;
 #[derive(Debug, Args)]
 pub(crate) struct SamplingArgs {
     /// 0 always takes the likeliest token
-    #[arg(long, visible_alias = "temp", value_name = "T")]
+    #[arg(
+        long,
+        visible_alias = "temp",
+        value_name = "T",
+        allow_negative_numbers = true
+    )]
     pub(crate) temperature: Option<f32>,
     /// Choose among the K likeliest tokens (0: all)
-    #[arg(long, value_name = "K")]
+    #[arg(long, value_name = "K", allow_negative_numbers = true)]
     pub(crate) top_k: Option<u32>,
     /// Choose among the likeliest tokens that together have probability P
-    #[arg(long, value_name = "P")]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
     pub(crate) top_p: Option<f32>,
     /// Choose among tokens at least P times as likely as the likeliest
-    #[arg(long, value_name = "P")]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
     pub(crate) min_p: Option<f32>,
     /// Divide the logits of tokens that occurred (1: off)
-    #[arg(long, value_name = "R")]
+    #[arg(long, value_name = "R", allow_negative_numbers = true)]
     pub(crate) repetition_penalty: Option<f32>,
     /// Subtract from the logits of tokens that were generated
     #[arg(long, value_name = "A", allow_negative_numbers = true)]
@@ -30,7 +35,7 @@ pub(crate) struct SamplingArgs {
     #[arg(long, value_name = "ID=B,...", value_delimiter = ',', value_parser = parse_bias, allow_hyphen_values = true)]
     pub(crate) logit_bias: Vec<(u32, f32)>,
     /// Seed of the noise (default: a random one, printed)
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub(crate) seed: Option<u64>,
 }
 

@@ -36,7 +36,7 @@ const COMMANDS: [(&str, &str); 11] = [
     ("/bye", "leave (as does Ctrl-D)"),
     (
         "\"\"\"",
-        "begins and ends a text of several lines; Ctrl-C stops an answer",
+        "around a text of several lines; Ctrl-C stops an answer",
     ),
 ];
 

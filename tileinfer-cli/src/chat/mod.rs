@@ -86,6 +86,15 @@ pub(crate) fn chat(model: &Model, args: &RunArgs, voice: Voice) -> Result<()> {
     }
 }
 
+/// Goes on unless Ctrl-C was pressed.
+fn unless_asked() -> ControlFlow<()> {
+    if interrupt::asked() {
+        ControlFlow::Break(())
+    } else {
+        ControlFlow::Continue(())
+    }
+}
+
 /// A conversation and how it is shown.
 struct Chat {
     /// What the user calls the model.
@@ -111,6 +120,7 @@ impl Chat {
         let mut on_progress = |done: usize| {
             bar.set_length(bar.length().unwrap_or(0).max(done as u64));
             bar.set_position(done as u64);
+            unless_asked()
         };
         let mut broken = None;
         let mut on_text = |piece: &str| {
@@ -119,11 +129,7 @@ impl Chat {
                 broken = Some(error);
                 return ControlFlow::Break(());
             }
-            if interrupt::asked() {
-                ControlFlow::Break(())
-            } else {
-                ControlFlow::Continue(())
-            }
+            unless_asked()
         };
         let result = if self.raw {
             self.session

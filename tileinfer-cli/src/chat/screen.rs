@@ -4,6 +4,8 @@ use std::io::{self, Write};
 
 use tileinfer::chat::{AnswerPart, ReasoningMarks, ReasoningSplit};
 
+use crate::voice::harmless;
+
 const DIM: &str = "\x1b[2m";
 const PLAIN: &str = "\x1b[0m";
 
@@ -133,12 +135,6 @@ impl<W: Write> Page<W> {
         }
         Ok(())
     }
-}
-
-/// The text without control characters: an escape sequence could move the cursor, rename the window or worse.
-fn harmless(text: &str) -> String {
-    let is_control = |c: char| c.is_control() && c != '\n' && c != '\t';
-    text.replace(is_control, "\u{fffd}")
 }
 
 #[cfg(test)]

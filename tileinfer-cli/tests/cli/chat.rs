@@ -174,6 +174,60 @@ fn ctrl_c_stops_the_answer_and_keeps_the_session() {
 }
 
 #[test]
+fn ctrl_c_stops_the_reading_of_a_long_prompt() {
+    let home = Home::new();
+    let long = "many words ".repeat(2000);
+    let conversation =
+        json!([{"role": "user", "content": long}, {"role": "assistant", "content": "?"}]);
+    fs::write(home.path("long"), conversation.to_string()).unwrap();
+    let mut chat = home.chat(&["--ctx-size", "60000", "--device", "reference"]);
+    let loaded = say(&mut chat, &format!("/load {}", home.path("long")));
+    assert!(loaded.contains("loaded 2 messages"), "{loaded}");
+    chat.line("and what is this about?");
+    chat.expect("reading the prompt");
+    chat.press(CTRL_C);
+    let shown = chat.expect("(stopped)");
+    assert!(!shown.contains(PROMPT), "{shown}");
+    chat.expect(PROMPT);
+    // Nothing was said yet, so the question is not part of the conversation.
+    assert_eq!(save(&mut chat, &home, "saved").len(), 2);
+    say(&mut chat, "/clear");
+    say(&mut chat, "hello");
+    assert_eq!(save(&mut chat, &home, "after").len(), 2);
+    leave(chat);
+}
+
+/// At the prompt and in the middle of an answer.
+#[test]
+fn a_window_that_is_closed_ends_the_chat() {
+    for answering in [false, true] {
+        let home = Home::new();
+        let mut chat = home.chat(&["--ctx-size", "100000", "--ignore-eos"]);
+        say(&mut chat, "/set max-tokens none");
+        if answering {
+            chat.line("count to infinity");
+            chat.expect(LINE_ENDS);
+        }
+        let status = chat.hang_up();
+        // The signal, an error about the terminal, or a quiet end: but no crash and no process that stays.
+        assert!(
+            matches!(
+                (status.code(), status.signal()),
+                (Some(0 | 1), None) | (None, Some(1))
+            ),
+            "{status:?}"
+        );
+        let history = fs::read_to_string(home.0.path().join("tileinfer/history")).unwrap();
+        assert!(history.contains("/set max-tokens none\n"), "{history}");
+        assert_eq!(
+            history.contains("count to infinity\n"),
+            answering,
+            "{history}"
+        );
+    }
+}
+
+#[test]
 fn ctrl_c_at_the_prompt_drops_the_line() {
     let home = Home::new();
     let mut chat = home.chat(&[]);
@@ -252,6 +306,13 @@ fn commands_say_what_they_do() {
     assert!(raw.contains("as they are"), "{raw}");
     say(&mut chat, "Once upon a time");
     assert_eq!(save(&mut chat, &home, "saved"), []);
+    let nowhere = say(&mut chat, "/save /nonexistent/folder/file");
+    assert!(
+        nowhere.contains("writing /nonexistent/folder/file"),
+        "{nowhere}"
+    );
+    let nothing = say(&mut chat, "/load /nonexistent/file");
+    assert!(nothing.contains("reading /nonexistent/file"), "{nothing}");
     leave(chat);
 }
 

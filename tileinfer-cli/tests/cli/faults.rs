@@ -27,6 +27,28 @@ fn a_closed_pipe_is_no_failure() {
     }
 }
 
+/// Nobody hears what is said: the work is done all the same.
+#[test]
+fn a_closed_stderr_is_no_failure() {
+    let model = qwen3();
+    let long = ["--ctx-size", "1000", "--max-tokens", "4", "--verbose"];
+    for args in [
+        &[&["run", &model, "hello"], &long[..]].concat()[..],
+        &["run", "org/name", "x"],
+    ] {
+        let mut child = tileinfer(args)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        drop(child.stderr.take());
+        let done = Done::from(child.wait_with_output().unwrap());
+        let fails = args[1] == "org/name";
+        assert_eq!(done.code, Some(i32::from(fails)), "{args:?}: {done:?}");
+        assert_eq!(done.out.is_empty(), fails, "{args:?}: {done:?}");
+    }
+}
+
 #[test]
 fn damaged_files_are_named() {
     let cut = |length: u64| {
@@ -63,6 +85,21 @@ fn damaged_files_are_named() {
         assert!(done.err.contains(name), "case {i}, {name}: {done:?}");
         assert!(!done.err.contains("panicked"), "case {i}, {name}: {done:?}");
     }
+}
+
+/// What a stranger wrote may be quoted, but does not reach the terminal as it is.
+#[test]
+fn quoted_files_cannot_take_over_the_terminal() {
+    let folder = copy_of_qwen3();
+    let config = folder.path().join("config.json");
+    let text = fs::read_to_string(&config).unwrap();
+    let hostile = text.replace("\"qwen3\"", "\"\\u001b]0;owned\\u0007qwen3\"");
+    assert_ne!(text, hostile);
+    fs::write(&config, hostile).unwrap();
+    let done = run(&["run", folder.path().to_str().unwrap(), "hi"]);
+    assert_eq!(done.code, Some(1), "{done:?}");
+    assert!(done.err.contains("owned"), "{done:?}");
+    assert!(!done.err.contains(['\u{1b}', '\u{7}']), "{done:?}");
 }
 
 #[cfg(unix)]

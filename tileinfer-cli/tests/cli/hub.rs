@@ -204,6 +204,46 @@ fn refusals_say_what_to_do() {
     assert_eq!(Done::from(done).code, Some(0));
 }
 
+/// A mistake in what was typed is told before a model is downloaded for it.
+#[test]
+fn wrong_values_cost_no_download() {
+    let world = World::new();
+    let done = world.run(&["run", REPO, "hi", "--top-p", "7"]);
+    assert_eq!(done.code, Some(2), "{done:?}");
+    assert!(done.err.contains("top_p is 7"), "{done:?}");
+    assert!(world.hub.seen().is_empty());
+}
+
+/// A bar for each file under way and one for all, in a terminal.
+#[cfg(unix)]
+#[test]
+fn a_pull_shows_how_far_it_is() {
+    let world = World::new();
+    let slowly = Fault::Trickle(16_000, std::time::Duration::from_millis(100));
+    for (server, path) in [
+        (Server::Storage, "model.safetensors"),
+        (Server::Hub, "tokenizer.json"),
+    ] {
+        world.hub.fault(server, "GET", path, 1, slowly.clone());
+    }
+    let mut terminal = terminal::Terminal::start(world.command(&["pull", REPO]));
+    // The large file moves, then all together do; sizes are those that the last word on it has.
+    terminal.expect("model.safetensors ");
+    terminal.expect(" kB of 448.07 kB");
+    let total: u64 = fs::read_dir(model("qwen3"))
+        .unwrap()
+        .map(|entry| entry.unwrap().metadata().unwrap().len())
+        .sum();
+    terminal.expect("total ");
+    terminal.expect(&format!(" of {:.2} kB", total as f64 / 1e3));
+    terminal.expect("model.safetensors is here (448 kB)");
+    let (status, rest) = terminal.end();
+    assert_eq!(status.code(), Some(0), "{rest}");
+    // The bars are gone at the end, the path is not.
+    let last = rest.trim_end().rsplit('\n').next().unwrap_or_default();
+    assert!(last.contains(COMMIT), "{rest:?}");
+}
+
 #[test]
 fn waits_are_told() {
     let world = World::new();

@@ -2,11 +2,15 @@
 
 #[cfg(unix)]
 mod chat;
+mod corpus;
 mod faults;
 mod hub;
 #[path = "../../../tileinfer/tests/hub/mock.rs"]
 #[expect(dead_code, reason = "the library's tests of the hub use the rest")]
 mod mock;
+#[path = "../../../fuzz/src/targets.rs"]
+#[expect(unreachable_pub, reason = "the fuzzer uses it from another crate")]
+mod targets;
 #[cfg(unix)]
 mod terminal;
 mod usage;

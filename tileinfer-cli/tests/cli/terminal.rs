@@ -5,9 +5,12 @@ use std::io::{Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use rustix::termios::{Winsize, tcsetwinsize};
 
@@ -20,13 +23,15 @@ pub(crate) struct Terminal {
     shown: Receiver<Vec<u8>>,
     /// Shown and not yet expected.
     pending: Vec<u8>,
+    closed: Arc<AtomicBool>,
     child: Child,
 }
 
 impl Terminal {
     /// Starts `command` in a terminal of 80 columns.
     pub(crate) fn start(mut command: Command) -> Self {
-        let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY).unwrap();
+        let master =
+            openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).unwrap();
         grantpt(&master).unwrap();
         unlockpt(&master).unwrap();
         let size = Winsize {
@@ -59,10 +64,23 @@ impl Terminal {
         let master = File::from(master);
         let mut screen = master.try_clone().unwrap();
         let (sender, shown) = channel();
+        let closed = Arc::new(AtomicBool::new(false));
+        let is_closed = Arc::clone(&closed);
         std::thread::spawn(move || {
             let mut buffer = [0; 4096];
-            // Reading fails when the last process has closed the terminal.
-            while let Ok(count @ 1..) = screen.read(&mut buffer) {
+            while !is_closed.load(Ordering::SeqCst) {
+                let wait = Timespec {
+                    tv_sec: 0,
+                    tv_nsec: 50_000_000,
+                };
+                let mut fds = [PollFd::new(&screen, PollFlags::IN)];
+                if let Ok(0) = poll(&mut fds, Some(&wait)) {
+                    continue;
+                }
+                // Reading fails when the last process has closed the terminal.
+                let Ok(count @ 1..) = screen.read(&mut buffer) else {
+                    break;
+                };
                 if sender.send(buffer[..count].to_vec()).is_err() {
                     break;
                 }
@@ -72,6 +90,7 @@ impl Terminal {
             keyboard: master,
             shown,
             pending: Vec::new(),
+            closed,
             child,
         }
     }
@@ -107,6 +126,23 @@ impl Terminal {
                     String::from_utf8_lossy(&self.pending)
                 ),
             }
+        }
+    }
+
+    /// Closes the terminal, as a window that is closed does, and waits for the end of the process.
+    pub(crate) fn hang_up(mut self) -> ExitStatus {
+        self.closed.store(true, Ordering::SeqCst);
+        // The screen's reader lets go of the terminal first.
+        while self.shown.recv_timeout(PATIENCE).is_ok() {}
+        // Whatever it is, writing to it is writing to nothing.
+        self.keyboard = File::options().write(true).open("/dev/null").unwrap();
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return status;
+            }
+            assert!(Instant::now() < deadline, "the process does not end");
+            std::thread::sleep(Duration::from_millis(20));
         }
     }
 

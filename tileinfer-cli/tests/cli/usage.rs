@@ -76,6 +76,11 @@ fn wrong_usage_is_exit_code_2() {
         &["run", model, "x", "--dtype", "f64"],
         &["run", model, "x", "--temperature", "hot"],
         &["run", model, "x", "--temperature=-1"],
+        &["run", model, "x", "--temperature", "-1"],
+        &["run", model, "x", "--top-k", "-1"],
+        &["run", model, "x", "--max-tokens", "-1"],
+        &["run", model, "x", "--stop", ""],
+        &["run", model, "x", "--logit-bias", "640=1"],
         &["run", model, "x", "--top-p", "2"],
         &["run", model, "x", "--logit-bias", "5"],
         &["run", model, "x", "--prompt-ids", "file"],
@@ -84,6 +89,7 @@ fn wrong_usage_is_exit_code_2() {
         &["tokenize", model],
         &["tokenize", model, "x", "--decode", "1"],
         &["eval", model],
+        &["eval", model, "--text", "x", "--ctx-size", "1"],
         &["bench"],
         &["bench", model, "--random", "qwen3-0.6b"],
         &["bench", model, "--runs", "0"],
@@ -96,6 +102,24 @@ fn wrong_usage_is_exit_code_2() {
         assert_eq!(done.code, Some(2), "{args:?}: {done:?}");
         assert_eq!(done.out, "", "{args:?}");
         assert!(!done.err.is_empty(), "{args:?}");
+    }
+}
+
+#[test]
+fn wrong_values_are_told_their_range() {
+    let model = qwen3();
+    for (flag, value, hint) in [
+        ("--temperature", "-1", "0 or more"),
+        ("--top-p", "1.5", "at most 1"),
+        ("--min-p", "-0.5", "between 0"),
+        ("--repetition-penalty", "0", "between 0.01 and 100"),
+        ("--presence-penalty", "3", "between -2 and 2"),
+        ("--stop", "", "--stop"),
+        ("--logit-bias", "640=1", "640 tokens, counted from 0"),
+    ] {
+        let done = run(&["run", &model, "x", flag, value]);
+        assert_eq!(done.code, Some(2), "{flag} {value}: {done:?}");
+        assert!(done.err.contains(hint), "{flag} {value}: {done:?}");
     }
 }
 

@@ -236,6 +236,12 @@ fn eval_scores_ids_and_texts() {
         let logit = |i: usize| best[i]["logit"].as_f64().unwrap();
         assert!(logit(0) >= logit(1) && logit(1) >= logit(2), "{position}");
     }
+    // More than the model was made for are scored, and that is said.
+    fs::write(ids, serde_json::to_string(&vec![1; 520]).unwrap()).unwrap();
+    let longer = run(&["eval", &model, "--ids", ids, "--json"]);
+    let said = "a context of 520 tokens is longer than the 512";
+    assert!(longer.err.contains(said), "{longer:?}");
+    assert_eq!(parsed(&longer)["logprobs"].as_array().unwrap().len(), 519);
     let scored = json(&["eval", &model, "--text", text, "--json"]);
     assert_eq!(names(&scored), ["nats_per_token", "perplexity", "tokens"]);
     let compared = json(&[
@@ -311,6 +317,10 @@ fn plan_knows_what_fits() {
         (&plan["fits"], &plan["device"]),
         (&json!(true), &json!("cpu"))
     );
+    // The table of rotations reaches as far as the context: 128 numbers of four bytes a position.
+    let shorter = json(&["plan", &model, "--ctx-size", "12", "--json"]);
+    let workspace = |plan: &Value| plan["workspace_bytes"].as_u64().unwrap();
+    assert_eq!(workspace(&plan) - workspace(&shorter), 500 * 128 * 4);
     let f32 = json(&["plan", &model, "--dtype", "f32", "--json"]);
     assert_eq!(f32["kv_bytes_per_token"], 2 * 128 * 4 * 2);
     let huge = json(&["plan", &model, "--ctx-size", "1000000000000", "--json"]);

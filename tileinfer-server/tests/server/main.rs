@@ -1,6 +1,7 @@
 //! The server on loopback, over a runner without a model.
 
 mod common;
-mod openai;
+mod messages;
+mod clients;
 mod routes;
 mod structured;

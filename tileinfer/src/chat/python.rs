@@ -4,6 +4,8 @@
 //! left out.
 
 use std::fmt::Write as _;
+use std::sync::mpsc::RecvTimeoutError;
+use std::time::Duration;
 
 use jiff::civil::DateTime;
 use minijinja::{
@@ -40,6 +42,13 @@ pub(super) fn environment() -> Environment<'static> {
     );
     environment.set_undefined_behavior(UndefinedBehavior::Lenient);
     environment.set_auto_escape_callback(|_| AutoEscape::None);
+    environment.set_formatter(|output, _, value| {
+        let written = match value.as_str() {
+            Some(text) => output.write_str(text),
+            None => output.write_str(&printed(value)?),
+        };
+        written.map_err(Error::from)
+    });
     environment.set_fuel(Some(FUEL));
     environment.set_recursion_limit(MAX_RECURSION);
     environment.set_unknown_method_callback(method);
@@ -71,22 +80,54 @@ pub(super) fn add_template(
         .map_err(|error| error.to_string())
 }
 
-/// Run what may recurse deeply, a template's compilation or evaluation, where it cannot overflow.
-pub(super) fn on_deep_stack<T: Send>(work: impl FnOnce() -> T + Send) -> crate::Result<T> {
+/// Run what may recurse deeply, a template's compilation, where it cannot overflow.
+fn on_deep_stack<T: Send>(work: impl FnOnce() -> T + Send) -> crate::Result<T> {
     std::thread::scope(|scope| {
-        let thread = std::thread::Builder::new()
-            .name("chat template".to_owned())
-            .stack_size(STACK_BYTES)
-            .spawn_scoped(scope, work)
-            .map_err(|_| crate::Error::OutOfMemory {
-                what: "the stack for a chat template".to_owned(),
-                needed: STACK_BYTES as u64,
-                available: 0,
-            })?;
+        let thread = deep_thread().spawn_scoped(scope, work).map_err(no_stack)?;
         thread
             .join()
             .or_else(|panic| std::panic::resume_unwind(panic))
     })
+}
+
+/// Run what may recurse deeply and take forever, a template's evaluation, where it cannot overflow, and wait for it
+/// no longer than `patience`: `None` if it has not ended then. It goes on by itself, and drops what it was given when
+/// it ends.
+pub(super) fn within<T: Send + 'static>(
+    patience: Duration,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> crate::Result<Option<T>> {
+    let (sender, result) = std::sync::mpsc::sync_channel(1);
+    let thread = deep_thread()
+        .spawn(move || {
+            // Whoever waited may have gone.
+            let _ = sender.send(work());
+        })
+        .map_err(no_stack)?;
+    match result.recv_timeout(patience) {
+        Ok(value) => Ok(Some(value)),
+        Err(RecvTimeoutError::Timeout) => Ok(None),
+        Err(RecvTimeoutError::Disconnected) => match thread.join() {
+            Err(panic) => std::panic::resume_unwind(panic),
+            Ok(()) => Err(crate::Error::Bug(
+                "a chat template ended without a result".to_owned(),
+            )),
+        },
+    }
+}
+
+fn deep_thread() -> std::thread::Builder {
+    std::thread::Builder::new()
+        .name("chat template".to_owned())
+        .stack_size(STACK_BYTES)
+}
+
+fn no_stack(_: std::io::Error) -> crate::Error {
+    crate::Error::OutOfMemory {
+        what: "the stack for a chat template".to_owned(),
+        needed: STACK_BYTES as u64,
+        available: 0,
+    }
 }
 
 /// Why a template refused, in its own words.

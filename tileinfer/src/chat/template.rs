@@ -6,7 +6,8 @@ use std::{
     collections::BTreeMap,
     io,
     path::{Path, PathBuf},
-    sync::{Arc, OnceLock},
+    sync::{Arc, Mutex, OnceLock, PoisonError, Weak},
+    time::Duration,
 };
 
 use jiff::{Zoned, civil::DateTime};
@@ -25,6 +26,10 @@ use crate::{Error, Result};
 /// Whether its blank survives tells whether the template trims.
 const CONTINUE_TAG: &str = "THE_TEXT_TO_CONTINUE_ENDS_HERE ";
 
+/// Fuel bounds what the engine counts, and a prompt takes milliseconds. Some work it does not count: a list that
+/// holds another twice, and so on forty times, is compared or joined to text item by item.
+const PATIENCE: Duration = Duration::from_secs(10);
+
 /// The names that clients give to a message's reasoning; templates read the first two.
 const REASONING_FIELDS: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 
@@ -40,6 +45,8 @@ struct Inner {
     templates: BTreeMap<String, Compiled>,
     special_tokens: Map<String, Value>,
     shapes: OnceLock<Shapes>,
+    /// Lives as long as a rendering that nobody waits for any more.
+    runs_away: Mutex<Weak<()>>,
 }
 
 struct Compiled {
@@ -123,6 +130,7 @@ impl ChatTemplate {
             templates,
             special_tokens,
             shapes: OnceLock::new(),
+            runs_away: Mutex::default(),
         }))
     }
 
@@ -167,7 +175,7 @@ impl ChatTemplate {
             }
             Some(field) => Some(mark_end(&mut messages, field, &compiled.source)?),
         };
-        let prompt = python::on_deep_stack(|| self.evaluate(name, &messages, request))??;
+        let prompt = self.evaluate_in_time(name, messages, request)?;
         match continued {
             None => Ok(prompt),
             Some(text) => cut_at_mark(prompt, &text),
@@ -201,6 +209,46 @@ impl ChatTemplate {
                 "the model has no chat template {name:?}; there are {:?}",
                 self.0.templates.keys().collect::<Vec<_>>()
             ))
+        })
+    }
+
+    /// Evaluates for as long as a template may take. A thread cannot be stopped: one that takes longer goes on, and
+    /// until it ends the template is refused at once, so that there is never more than a few of them.
+    fn evaluate_in_time(
+        &self,
+        name: &str,
+        messages: Vec<Value>,
+        request: &ChatRequest,
+    ) -> Result<String> {
+        let refuse = || {
+            Error::bad_model(
+                &self.0.path,
+                format!(
+                    "the chat template does not come to an end within {} s; choose another with --chat-template",
+                    PATIENCE.as_secs()
+                ),
+            )
+        };
+        let runs_away = || {
+            self.0
+                .runs_away
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+        };
+        if runs_away().strong_count() > 0 {
+            return Err(refuse());
+        }
+        let (template, name, request) = (self.clone(), name.to_owned(), request.clone());
+        let running = Arc::new(());
+        let sign_of_life = Arc::downgrade(&running);
+        let work = move || {
+            let prompt = template.evaluate(&name, &messages, &request);
+            drop(running);
+            prompt
+        };
+        python::within(PATIENCE, work)?.unwrap_or_else(|| {
+            *runs_away() = sign_of_life;
+            Err(refuse())
         })
     }
 

@@ -119,29 +119,30 @@ impl HubOptions {
             }
         };
 
+        // Where the cache and the token are named, nobody needs a home.
         let home = path("HF_HOME")
             .or_else(|| path("XDG_CACHE_HOME").map(|p| p.join("huggingface")))
-            .or_else(|| home(variable).map(|p| p.join(".cache/huggingface")))
+            .or_else(|| home(variable).map(|p| p.join(".cache/huggingface")));
+        let cache = path("HF_HUB_CACHE")
+            .or_else(|| path("HUGGINGFACE_HUB_CACHE"))
+            .or_else(|| home.as_ref().map(|home| home.join("hub")))
             .ok_or_else(|| {
                 Error::usage(
                     "there is no home directory to keep models in; set HF_HOME to a folder",
                 )
             })?;
-        let cache = path("HF_HUB_CACHE")
-            .or_else(|| path("HUGGINGFACE_HUB_CACHE"))
-            .unwrap_or_else(|| home.join("hub"));
 
         let mut options = HubOptions::new(cache);
         if let Some(endpoint) = text("HF_ENDPOINT")? {
             options.endpoint = endpoint;
         }
         if !switch("HF_HUB_DISABLE_IMPLICIT_TOKEN") {
-            let file = path("HF_TOKEN_PATH").unwrap_or_else(|| home.join("token"));
+            let file = path("HF_TOKEN_PATH").or_else(|| home.map(|home| home.join("token")));
             options.token = [text("HF_TOKEN")?, text("HUGGING_FACE_HUB_TOKEN")?]
                 .into_iter()
                 .flatten()
                 .find_map(|token| clean_token(&token));
-            if options.token.is_none() {
+            if let (None, Some(file)) = (&options.token, file) {
                 options.token = read_token(&file)?;
             }
         }
@@ -288,6 +289,12 @@ mod tests {
             );
         }
         assert!(try_options(&[]).is_err());
+        // Without a home, what is named is used.
+        let named = options(&[("HF_HUB_CACHE", "/c"), ("HF_TOKEN", "hf_a")]);
+        assert_eq!(named.cache, PathBuf::from("/c"));
+        assert_eq!(named.token.as_deref(), Some("hf_a"));
+        assert_eq!(options(&[("HF_HUB_CACHE", "/c")]).token, None);
+        assert!(try_options(&[("HF_TOKEN", "hf_a")]).is_err());
     }
 
     #[test]

@@ -116,9 +116,16 @@ pub fn greedy(max_tokens: usize) -> GenerationOptions {
 pub fn tokens(steps: &mut StepLoop, prompt: &[u32], options: GenerationOptions) -> Vec<u32> {
     let sequence = steps.new_sequence();
     let on_token = &mut |_: &_| ControlFlow::Continue(());
-    generate(steps, sequence, prompt, options, &mut |_| (), on_token)
-        .unwrap()
-        .tokens
+    generate(
+        steps,
+        sequence,
+        prompt,
+        options,
+        &mut |_| ControlFlow::Continue(()),
+        on_token,
+    )
+    .unwrap()
+    .tokens
 }
 
 /// The f32 tensor `name` of a fixture.

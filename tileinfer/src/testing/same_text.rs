@@ -528,7 +528,7 @@ fn crowd<B: Backend>(runner: ModelRunner<B>, dir: &Path) -> Vec<Vec<u32>> {
             prompt,
             options,
             &[],
-            &mut |_| (),
+            &mut |_| ControlFlow::Continue(()),
             on_text,
         )
         .unwrap();
