@@ -19,6 +19,7 @@ mod pulling;
 mod run;
 mod serve;
 mod show;
+mod speculate;
 mod tokenize;
 mod voice;
 

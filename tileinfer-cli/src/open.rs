@@ -17,6 +17,7 @@ use crate::args::{DeviceArg, DtypeArg, PlaceArgs};
 #[cfg(feature = "cuda")]
 use crate::gpu::{self, Gpu};
 use crate::memory::{self, readable};
+use crate::speculate::{self, DraftModel, Speculating};
 use crate::voice::Voice;
 
 /// Rows of one step on a CPU: more would not be faster.
@@ -134,16 +135,24 @@ pub(crate) struct Purpose<'a> {
     pub(crate) length: Option<usize>,
     /// Where to count what each op takes, if that is wanted.
     pub(crate) profile: Option<&'a Profile>,
+    /// Who drafts.
+    pub(crate) spec: Option<&'a Speculating>,
 }
 
-impl Purpose<'_> {
+impl<'a> Purpose<'a> {
     /// One sequence of `length` positions.
     pub(crate) fn one(length: Option<usize>) -> Self {
         Purpose {
             sequences: 1,
             length,
             profile: None,
+            spec: None,
         }
+    }
+
+    /// The same with drafts.
+    pub(crate) fn speculating(self, spec: Option<&'a Speculating>) -> Self {
+        Purpose { spec, ..self }
     }
 }
 
@@ -172,6 +181,8 @@ pub(crate) fn open(
     let checkpoint = Checkpoint::open(dir)?;
     let compute = compute_type(place.dtype);
     let bar = voice.bar("reading the weights", 1);
+    let draft = purpose.spec.map(|spec| spec.read(dir, compute));
+    let draft = draft.transpose()?.flatten();
     let host = HostModel::load(&config, &checkpoint, compute)?;
     bar.finish_and_clear();
     if compute == ComputeType::Bf16 {
@@ -189,7 +200,15 @@ pub(crate) fn open(
         }
     }
     let mut opened = place_model(
-        config, &host, compute, device, place, purpose, available, voice,
+        config,
+        &host,
+        draft.as_ref(),
+        compute,
+        device,
+        place,
+        purpose,
+        available,
+        voice,
     )?;
     opened.load_seconds = start.elapsed().as_secs_f64();
     Ok(opened)
@@ -221,6 +240,7 @@ pub(crate) fn open_random(
     let mut opened = place_model(
         config,
         &host,
+        None,
         compute_type(place.dtype),
         device,
         place,
@@ -249,6 +269,7 @@ pub(crate) fn compute_type(dtype: DtypeArg) -> ComputeType {
 fn place_model(
     config: ModelConfig,
     host: &HostModel,
+    draft: Option<&DraftModel>,
     compute: ComputeType,
     device: Device,
     place: &PlaceArgs,
@@ -258,7 +279,11 @@ fn place_model(
 ) -> Result<Opened> {
     let threads = threads(place);
     let weights_bytes = host.bytes();
-    let plan = device.memory_plan(&config, weights_bytes, compute, purpose.sequences);
+    let mut plan = device.memory_plan(&config, weights_bytes, compute, purpose.sequences);
+    if let Some(DraftModel { config, host }) = draft {
+        let beside = device.memory_plan(config, host.bytes(), compute, purpose.sequences);
+        plan = speculate::together(plan, beside);
+    }
     let length = context_length(&config, &plan, place, purpose, available, voice)?;
     let per_sequence = length.div_ceil(tileinfer::kv::PAGE_SIZE);
     let options = RunnerOptions {
@@ -267,39 +292,16 @@ fn place_model(
         max_spans: purpose.sequences,
         ..RunnerOptions::for_length(length)
     };
-    let runner = match &device {
-        Device::Cpu => {
-            let backend = CpuBackend::new(compute, threads);
-            maybe_profiled(
-                backend,
-                purpose.profile,
-                &config,
-                host,
-                &options,
-                length,
-                voice,
-            )?
-        }
-        Device::Reference => {
-            let backend = ReferenceBackend::new(compute);
-            maybe_profiled(
-                backend,
-                purpose.profile,
-                &config,
-                host,
-                &options,
-                length,
-                voice,
-            )?
-        }
-        #[cfg(feature = "cuda")]
-        Device::Cuda(_) if purpose.profile.is_some() => bail!(
-            "--profile times ops that have ended when they return, as on the CPU; for a GPU use NVIDIA's nsys"
-        ),
-        #[cfg(feature = "cuda")]
-        Device::Cuda(gpu) => runner(gpu.backend(compute), &config, host, &options, length, voice)?,
+    let load = |config: &ModelConfig, host: &HostModel, options: &RunnerOptions, length: usize| {
+        load(
+            &device, compute, threads, purpose, config, host, options, length, voice,
+        )
     };
-    let steps = StepLoop::new(runner);
+    let mut steps = StepLoop::new(load(&config, host, &options, length)?);
+    if let Some(spec) = purpose.spec {
+        let draft = draft.map(|DraftModel { config, host }| load(config, host, &options, length));
+        steps = steps.with_speculation(spec.speculation(draft.transpose()?)?);
+    }
     let running = format!(
         "running on {}, a context of {length} tokens",
         steps.device()
@@ -316,6 +318,37 @@ fn place_model(
         threads,
         device,
     })
+}
+
+/// A model's weights, pages and buffers on `device`.
+fn load(
+    device: &Device,
+    compute: ComputeType,
+    threads: usize,
+    purpose: Purpose<'_>,
+    config: &ModelConfig,
+    host: &HostModel,
+    options: &RunnerOptions,
+    length: usize,
+    voice: &Voice,
+) -> Result<Box<dyn Runner>> {
+    let profile = purpose.profile;
+    match device {
+        Device::Cpu => {
+            let backend = CpuBackend::new(compute, threads);
+            maybe_profiled(backend, profile, config, host, options, length, voice)
+        }
+        Device::Reference => {
+            let backend = ReferenceBackend::new(compute);
+            maybe_profiled(backend, profile, config, host, options, length, voice)
+        }
+        #[cfg(feature = "cuda")]
+        Device::Cuda(_) if profile.is_some() => bail!(
+            "--profile times ops that have ended when they return, as on the CPU; for a GPU use NVIDIA's nsys"
+        ),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(gpu) => runner(gpu.backend(compute), config, host, options, length, voice),
+    }
 }
 
 fn maybe_profiled<B: Backend>(

@@ -113,6 +113,11 @@ impl StepLoop {
         self
     }
 
+    /// Speculates by `speculation` from now on, or not at all; gives back how it did before.
+    pub fn set_speculation(&mut self, speculation: Option<Speculation>) -> Option<Speculation> {
+        std::mem::replace(&mut self.speculation, speculation)
+    }
+
     /// Whether it speculates.
     pub fn speculates(&self) -> bool {
         self.speculation.is_some()
