@@ -2,7 +2,7 @@
 
 use crate::backend::{Activation, AttentionShape, Backend, ComputeType, Mask, RopeTable};
 use crate::config::{Activation as ConfigActivation, ModelConfig};
-use crate::weights::{HostModel, Weight};
+use crate::weights::{HostLayer, HostModel, Weight};
 use crate::{Error, Result};
 
 /// A linear map on a device.
@@ -64,6 +64,15 @@ pub struct DecoderLM<B: Backend> {
     max_length: usize,
 }
 
+/// What stands at both ends of a decoder, on a device.
+pub(super) struct Tables<B: Backend> {
+    pub(super) embedding: B::Weight,
+    /// Rows of the embedding.
+    pub(super) vocabulary: usize,
+    pub(super) head: B::Weight,
+    pub(super) head_rows: usize,
+}
+
 /// How to bring a model to a device.
 #[derive(Debug, Clone)]
 pub struct LoadOptions {
@@ -77,6 +86,33 @@ impl<B: Backend> DecoderLM<B> {
         backend: &B,
         config: &ModelConfig,
         host: &HostModel,
+        options: &LoadOptions,
+        progress: &mut dyn FnMut(usize, usize),
+    ) -> Result<Self> {
+        let embedding = backend.load_weight(&host.embed)?;
+        let head = match &host.head {
+            Some(head) => backend.load_weight(head)?,
+            None => embedding.clone(),
+        };
+        let tables = Tables {
+            embedding,
+            vocabulary: config.vocab_size,
+            head,
+            head_rows: host.head.as_ref().unwrap_or(&host.embed).rows(),
+        };
+        let (layers, final_norm) = (&host.layers, &host.final_norm);
+        Self::between(
+            backend, config, tables, layers, final_norm, options, progress,
+        )
+    }
+
+    /// Brings layers to `backend`, to stand between an embedding and a head that are there already.
+    pub(super) fn between(
+        backend: &B,
+        config: &ModelConfig,
+        tables: Tables<B>,
+        host_layers: &[HostLayer],
+        final_norm: &[f32],
         options: &LoadOptions,
         progress: &mut dyn FnMut(usize, usize),
     ) -> Result<Self> {
@@ -95,14 +131,9 @@ impl<B: Backend> DecoderLM<B> {
             })
         };
 
-        let embedding = weight(&host.embed)?;
-        let head = match &host.head {
-            Some(head) => weight(head)?,
-            None => embedding.clone(),
-        };
-        let count = host.layers.len();
+        let count = host_layers.len();
         let mut layers = Vec::with_capacity(count);
-        for (i, (layer, switches)) in host.layers.iter().zip(&config.layers).enumerate() {
+        for (i, (layer, switches)) in host_layers.iter().zip(&config.layers).enumerate() {
             layers.push(Layer {
                 attention_norm: vector(&layer.attn_norm)?,
                 qkv: linear(&layer.qkv, &layer.qkv_bias)?,
@@ -133,15 +164,21 @@ impl<B: Backend> DecoderLM<B> {
             });
             progress(i + 1, count);
         }
+        let Tables {
+            embedding,
+            vocabulary,
+            head,
+            head_rows,
+        } = tables;
         Ok(DecoderLM {
             embedding,
             head,
-            final_norm: vector(&host.final_norm)?,
+            final_norm: vector(final_norm)?,
             layers,
             rope: backend.load_rope(&rope_table(config, options.max_length, compute))?,
             hidden: config.hidden_size,
-            vocabulary: config.vocab_size,
-            head_rows: host.head.as_ref().unwrap_or(&host.embed).rows(),
+            vocabulary,
+            head_rows,
             eps: config.rms_norm_eps as f32,
             max_length: options.max_length,
         })

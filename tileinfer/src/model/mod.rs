@@ -3,9 +3,12 @@
 //! see [`crate::config::ModelConfig`].
 
 mod decoder;
+mod dflash;
 mod load;
 mod workspace;
 
 pub use decoder::forward;
+pub(crate) use dflash::DFlashBlock;
+pub use dflash::{DFlashDrafter, load_dflash, load_dflash_between};
 pub use load::{DecoderLM, Layer, Linear, LoadOptions};
 pub use workspace::Workspace;

@@ -7,6 +7,7 @@
 //! were drawn from a distribution are verified by the p/q rule ([`Draw::Verify`](crate::sampling::Draw)): the
 //! distribution of the text is that of plain decoding, its tokens are others.
 
+mod dflash;
 mod draft;
 mod ngram;
 mod pace;
@@ -21,6 +22,7 @@ use crate::kv::BlockTable;
 use crate::runner::Runner;
 use crate::sampling::{Distribution, RowSampler};
 
+pub use dflash::DFlashProposer;
 pub use draft::{DraftProposer, check_vocabulary};
 pub use ngram::NgramProposer;
 pub(crate) use pace::{Costs, Moment, Pace, Round};

@@ -2,9 +2,10 @@
 //!
 //! The only module that maps files. From bytes to layers, in this order: `safetensors` parses headers, `checkpoint` maps
 //! the files of a model, `tensor` holds matrices as lists of row parts and converts elements, `host` finds each tensor
-//! that a configuration asks for; `lost` names a file that lost pages while it was mapped. It decided not to know devices, and how weights are laid out for a kernel.
+//! that a configuration asks for, `dflash` those of a drafter; `lost` names a file that lost pages while it was mapped. It decided not to know devices, and how weights are laid out for a kernel.
 
 mod checkpoint;
+mod dflash;
 mod host;
 #[cfg(unix)]
 mod lost;
@@ -12,6 +13,7 @@ mod safetensors;
 mod tensor;
 
 pub use checkpoint::{Checkpoint, MappedBytes, TensorView};
+pub use dflash::HostDFlash;
 pub use host::{HostLayer, HostModel, Xielu};
 #[cfg(unix)]
 pub use lost::exit_on_lost_pages;
