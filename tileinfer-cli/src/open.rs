@@ -7,7 +7,7 @@ use anyhow::{Result, bail};
 use tileinfer::backend::{Backend, ComputeType, Profile, Profiled, ReferenceBackend};
 use tileinfer::config::ModelConfig;
 use tileinfer::engine::StepLoop;
-use tileinfer::model::{DecoderLM, LoadOptions};
+use tileinfer::model::{DFlashDrafter, DecoderLM, LoadOptions};
 use tileinfer::plan::MemoryPlan;
 use tileinfer::runner::{ModelRunner, Runner, RunnerOptions};
 use tileinfer::weights::{Checkpoint, Dtype, HostModel};
@@ -17,7 +17,7 @@ use crate::args::{DeviceArg, DtypeArg, PlaceArgs};
 #[cfg(feature = "cuda")]
 use crate::gpu::{self, Gpu};
 use crate::memory::{self, readable};
-use crate::speculate::{self, DraftModel, Speculating};
+use crate::speculate::{self, Drafter, Speculating};
 use crate::voice::Voice;
 
 /// Rows of one step on a CPU: more would not be faster.
@@ -181,8 +181,8 @@ pub(crate) fn open(
     let checkpoint = Checkpoint::open(dir)?;
     let compute = compute_type(place.dtype);
     let bar = voice.bar("reading the weights", 1);
-    let draft = purpose.spec.map(|spec| spec.read(dir, compute));
-    let draft = draft.transpose()?.flatten();
+    let drafter = purpose.spec.map(|spec| spec.read(dir, &config, compute));
+    let drafter = drafter.transpose()?.flatten();
     let host = HostModel::load(&config, &checkpoint, compute)?;
     bar.finish_and_clear();
     if compute == ComputeType::Bf16 {
@@ -202,7 +202,7 @@ pub(crate) fn open(
     let mut opened = place_model(
         config,
         &host,
-        draft.as_ref(),
+        drafter.as_ref(),
         compute,
         device,
         place,
@@ -269,7 +269,7 @@ pub(crate) fn compute_type(dtype: DtypeArg) -> ComputeType {
 fn place_model(
     config: ModelConfig,
     host: &HostModel,
-    draft: Option<&DraftModel>,
+    drafter: Option<&Drafter>,
     compute: ComputeType,
     device: Device,
     place: &PlaceArgs,
@@ -280,8 +280,8 @@ fn place_model(
     let threads = threads(place);
     let weights_bytes = host.bytes();
     let mut plan = device.memory_plan(&config, weights_bytes, compute, purpose.sequences);
-    if let Some(DraftModel { config, host }) = draft {
-        let beside = device.memory_plan(config, host.bytes(), compute, purpose.sequences);
+    if let Some((config, bytes)) = drafter.map(Drafter::size) {
+        let beside = device.memory_plan(config, bytes, compute, purpose.sequences);
         plan = speculate::together(plan, beside);
     }
     let length = context_length(&config, &plan, place, purpose, available, voice)?;
@@ -292,16 +292,28 @@ fn place_model(
         max_spans: purpose.sequences,
         ..RunnerOptions::for_length(length)
     };
-    let load = |config: &ModelConfig, host: &HostModel, options: &RunnerOptions, length: usize| {
-        load(
-            &device, compute, threads, purpose, config, host, options, length, voice,
-        )
+    let bring = |config: &ModelConfig, host: &HostModel, drafter: Option<&Drafter>| {
+        let load = Load {
+            config,
+            host,
+            drafter,
+            options: &options,
+            length,
+            voice,
+        };
+        load.to(&device, compute, threads, purpose.profile)
     };
-    let mut steps = StepLoop::new(load(&config, host, &options, length)?);
-    if let Some(spec) = purpose.spec {
-        let draft = draft.map(|DraftModel { config, host }| load(config, host, &options, length));
-        steps = steps.with_speculation(spec.speculation(draft.transpose()?)?);
-    }
+    let runner = bring(&config, host, drafter)?;
+    let speculation = purpose.spec.map(|spec| {
+        let draft = match drafter {
+            Some(Drafter::Model { config, host }) => Some(bring(config, host, None)?),
+            _ => None,
+        };
+        spec.speculation(runner.as_ref(), draft)
+    });
+    let speculation = speculation.transpose()?;
+    let mut steps = StepLoop::new(runner);
+    steps.set_speculation(speculation);
     let running = format!(
         "running on {}, a context of {length} tokens",
         steps.device()
@@ -320,74 +332,79 @@ fn place_model(
     })
 }
 
-/// A model's weights, pages and buffers on `device`.
-fn load(
-    device: &Device,
-    compute: ComputeType,
-    threads: usize,
-    purpose: Purpose<'_>,
-    config: &ModelConfig,
-    host: &HostModel,
-    options: &RunnerOptions,
+/// What a runner is made of.
+#[derive(Clone, Copy)]
+struct Load<'a> {
+    config: &'a ModelConfig,
+    host: &'a HostModel,
+    /// A DFlash drafter goes beside the model; another one has a runner of its own.
+    drafter: Option<&'a Drafter>,
+    options: &'a RunnerOptions,
     length: usize,
-    voice: &Voice,
-) -> Result<Box<dyn Runner>> {
-    let profile = purpose.profile;
-    match device {
-        Device::Cpu => {
-            let backend = CpuBackend::new(compute, threads);
-            maybe_profiled(backend, profile, config, host, options, length, voice)
-        }
-        Device::Reference => {
-            let backend = ReferenceBackend::new(compute);
-            maybe_profiled(backend, profile, config, host, options, length, voice)
-        }
-        #[cfg(feature = "cuda")]
-        Device::Cuda(_) if profile.is_some() => bail!(
-            "--profile times ops that have ended when they return, as on the CPU; for a GPU use NVIDIA's nsys"
-        ),
-        #[cfg(feature = "cuda")]
-        Device::Cuda(gpu) => runner(gpu.backend(compute), config, host, options, length, voice),
-    }
+    voice: &'a Voice,
 }
 
-fn maybe_profiled<B: Backend>(
-    backend: B,
-    profile: Option<&Profile>,
-    config: &ModelConfig,
-    host: &HostModel,
-    options: &RunnerOptions,
-    max_length: usize,
-    voice: &Voice,
-) -> Result<Box<dyn Runner>> {
-    match profile {
-        Some(profile) => runner(
-            Profiled::new(backend, profile),
+impl Load<'_> {
+    /// Weights, pages and buffers on `device`.
+    fn to(
+        self,
+        device: &Device,
+        compute: ComputeType,
+        threads: usize,
+        profile: Option<&Profile>,
+    ) -> Result<Box<dyn Runner>> {
+        match device {
+            Device::Cpu => self.profiled(CpuBackend::new(compute, threads), profile),
+            Device::Reference => self.profiled(ReferenceBackend::new(compute), profile),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(_) if profile.is_some() => bail!(
+                "--profile times ops that have ended when they return, as on the CPU; for a GPU use NVIDIA's nsys"
+            ),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(gpu) => self.on(gpu.backend(compute)),
+        }
+    }
+
+    fn profiled<B: Backend>(
+        self,
+        backend: B,
+        profile: Option<&Profile>,
+    ) -> Result<Box<dyn Runner>> {
+        match profile {
+            Some(profile) => self.on(Profiled::new(backend, profile)),
+            None => self.on(backend),
+        }
+    }
+
+    fn on<B: Backend>(self, backend: B) -> Result<Box<dyn Runner>> {
+        let Load {
             config,
             host,
+            drafter,
             options,
-            max_length,
+            length,
             voice,
-        ),
-        None => runner(backend, config, host, options, max_length, voice),
+        } = self;
+        let bar = voice.bar("loading", config.layers.len() as u64);
+        let load = LoadOptions { max_length: length };
+        let model = DecoderLM::load(&backend, config, host, &load, &mut |done, _| {
+            bar.set_position(done as u64)
+        })?;
+        bar.finish_and_clear();
+        let Some(Drafter::DFlash {
+            config: of_drafter,
+            host,
+        }) = drafter
+        else {
+            return Ok(Box::new(ModelRunner::new(backend, model, options)?));
+        };
+        let (embedding, head) = (model.embedding.clone(), model.head.clone());
+        let of_drafter = of_drafter.clone();
+        let drafter =
+            DFlashDrafter::load(&backend, of_drafter, host, config, embedding, head, length)?;
+        let runner = ModelRunner::with_dflash(backend, model, drafter, options)?;
+        Ok(Box::new(runner))
     }
-}
-
-fn runner<B: Backend>(
-    backend: B,
-    config: &ModelConfig,
-    host: &HostModel,
-    options: &RunnerOptions,
-    max_length: usize,
-    voice: &Voice,
-) -> Result<Box<dyn Runner>> {
-    let bar = voice.bar("loading", config.layers.len() as u64);
-    let load = LoadOptions { max_length };
-    let model = DecoderLM::load(&backend, config, host, &load, &mut |done, _| {
-        bar.set_position(done as u64)
-    })?;
-    bar.finish_and_clear();
-    Ok(Box::new(ModelRunner::new(backend, model, options)?))
 }
 
 /// The context that is asked for, needed, or as long as the model allows and memory holds.

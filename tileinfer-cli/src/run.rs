@@ -94,6 +94,13 @@ fn answer_once(
         settings,
     } = model;
     let spec = Speculating::choose(&args.spec, args.model.name.hub, voice)?;
+    if let Some(spec) = &spec
+        && !args.raw
+        && args.prompt_ids.is_none()
+        && template(args, &dir)?.supports_thinking()
+    {
+        spec.warn_of_thinking((args.think || args.no_think).then_some(args.think), voice);
+    }
     let purpose = Purpose::one(None).speculating(spec.as_ref());
     let mut opened = open::open(&dir, &args.model.place, purpose, voice)?;
     let options = GenerationOptions {

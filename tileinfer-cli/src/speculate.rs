@@ -4,12 +4,14 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 use tileinfer::backend::ComputeType;
-use tileinfer::config::ModelConfig;
+use tileinfer::config::{DFlashConfig, ModelConfig};
 use tileinfer::plan::MemoryPlan;
 use tileinfer::runner::Runner;
-use tileinfer::spec::{DraftProposer, NgramProposer, SpecStats, Speculation, check_vocabulary};
+use tileinfer::spec::{
+    DFlashProposer, DraftProposer, NgramProposer, SpecStats, Speculation, check_vocabulary,
+};
 use tileinfer::tokenizer::Tokenizer;
-use tileinfer::weights::{Checkpoint, HostModel};
+use tileinfer::weights::{Checkpoint, HostDFlash, HostModel};
 
 use crate::args::{HubArgs, SpecArg, SpecArgs};
 use crate::models;
@@ -19,7 +21,10 @@ use crate::voice::Voice;
 /// Who drafts, and how much.
 #[derive(Debug, Clone)]
 pub(crate) struct Speculating {
-    pub(crate) drafter: Drafter,
+    /// The directory of the model that drafts; n-grams if there is none.
+    model: Option<PathBuf>,
+    /// Whether that is to be a DFlash drafter, if it was said.
+    dflash: Option<bool>,
     /// Drafts a step at most.
     drafts: Option<usize>,
     /// Whether drafts are drawn.
@@ -28,18 +33,28 @@ pub(crate) struct Speculating {
     adapts: bool,
 }
 
-/// Who drafts.
-#[derive(Debug, Clone)]
+/// A model that drafts, read and checked.
 pub(crate) enum Drafter {
-    Ngram,
-    /// The model in this directory.
-    Model(PathBuf),
+    /// Another language model.
+    Model {
+        config: ModelConfig,
+        host: HostModel,
+    },
+    /// A drafter that reads the target's hidden states.
+    DFlash {
+        config: DFlashConfig,
+        host: HostDFlash,
+    },
 }
 
-/// A draft model that has been read.
-pub(crate) struct DraftModel {
-    pub(crate) config: ModelConfig,
-    pub(crate) host: HostModel,
+impl Drafter {
+    /// Its configuration and the bytes of its weights.
+    pub(crate) fn size(&self) -> (&ModelConfig, u64) {
+        match self {
+            Drafter::Model { config, host } => (config, host.bytes()),
+            Drafter::DFlash { config, host } => (&config.model, host.bytes()),
+        }
+    }
 }
 
 /// Drafts a step when as many are made as pay.
@@ -66,59 +81,96 @@ impl Speculating {
             SpecArg::Off => return Ok(None),
             _ => {}
         }
-        let drafter = match &args.draft_model {
-            None => Drafter::Ngram,
-            Some(model) => Drafter::Model(models::dir_or_pull(model, None, hub, voice)?),
-        };
-        if args.draft_sample && matches!(drafter, Drafter::Ngram) {
+        if args.draft_sample && !named {
             return Err(usage("--draft-sample: n-grams are not drawn"));
         }
+        let model = args.draft_model.as_ref();
+        let model = model.map(|model| models::dir_or_pull(model, None, hub, voice));
         Ok(Some(Speculating {
-            drafter,
+            model: model.transpose()?,
+            dflash: match how {
+                SpecArg::Draft => Some(false),
+                SpecArg::Dflash => Some(true),
+                _ => None,
+            },
             drafts: args.num_draft_tokens,
             sample: args.draft_sample,
             adapts: how == SpecArg::Auto,
         }))
     }
 
-    /// Reads the draft model for a target in `dir`, if there is one.
-    pub(crate) fn read(&self, dir: &Path, compute: ComputeType) -> Result<Option<DraftModel>> {
-        let Drafter::Model(draft) = &self.drafter else {
+    /// Reads the model that drafts for the one of `target` in `dir`, if there is one.
+    pub(crate) fn read(
+        &self,
+        dir: &Path,
+        target: &ModelConfig,
+        compute: ComputeType,
+    ) -> Result<Option<Drafter>> {
+        let Some(draft) = &self.model else {
             return Ok(None);
         };
-        let read = || -> Result<DraftModel> {
+        let read = || -> Result<Drafter> {
+            let checkpoint = || Checkpoint::open(draft);
+            if self.is_dflash() {
+                if self.dflash == Some(false) {
+                    bail!("it is a drafter for another model's hidden states: --spec dflash");
+                }
+                let config = DFlashConfig::from_dir(draft)?;
+                config.check_target(target, draft)?;
+                let host = HostDFlash::load(&config, &checkpoint()?, compute)?;
+                return Ok(Drafter::DFlash { config, host });
+            }
             let config = ModelConfig::from_dir(draft)?;
             check_vocabulary(&Tokenizer::from_dir(dir)?, &Tokenizer::from_dir(draft)?)?;
-            let host = HostModel::load(&config, &Checkpoint::open(draft)?, compute)?;
-            Ok(DraftModel { config, host })
+            let host = HostModel::load(&config, &checkpoint()?, compute)?;
+            Ok(Drafter::Model { config, host })
         };
         let read = read().with_context(|| format!("the draft model {}", draft.display()))?;
         Ok(Some(read))
     }
 
-    /// Speculation with `draft`, where there is a draft model.
-    pub(crate) fn speculation(&self, draft: Option<Box<dyn Runner>>) -> Result<Speculation> {
-        let auto = if self.adapts {
+    /// Whether a DFlash drafter drafts.
+    pub(crate) fn is_dflash(&self) -> bool {
+        let is_drafter = |dir: &PathBuf| DFlashConfig::is_drafter(dir);
+        self.dflash == Some(true) || self.model.as_ref().is_some_and(is_drafter)
+    }
+
+    /// Speculation for `target`, with `draft` where another model drafts.
+    pub(crate) fn speculation(
+        &self,
+        target: &dyn Runner,
+        draft: Option<Box<dyn Runner>>,
+    ) -> Result<Speculation> {
+        let usual = if self.adapts {
             AUTO_DRAFTS
         } else {
             NgramProposer::K
         };
-        let drafts = self.drafts.unwrap_or(auto);
-        let speculation = match (&self.drafter, draft) {
-            (Drafter::Ngram, None) => Speculation::new(NgramProposer::new(
+        let drafts = self.drafts.unwrap_or(usual);
+        let speculation = match draft {
+            Some(runner) => Speculation::new(DraftProposer::new(runner, drafts, self.sample)?),
+            None if self.model.is_some() => {
+                Speculation::new(DFlashProposer::new(target, self.drafts, self.sample)?)
+            }
+            None => Speculation::new(NgramProposer::new(
                 drafts,
                 NgramProposer::MAX_NGRAM,
                 NgramProposer::MIN_NGRAM,
             )?),
-            (Drafter::Model(_), Some(runner)) => {
-                Speculation::new(DraftProposer::new(runner, drafts, self.sample)?)
-            }
-            _ => bail!("a draft model was read and not loaded, or the other way round"),
         };
         Ok(match self.adapts {
             true => speculation.adapting(),
             false => speculation,
         })
+    }
+
+    /// What is to be said to someone whose model may reason before it answers.
+    pub(crate) fn warn_of_thinking(&self, thinking: Option<bool>, voice: &Voice) {
+        if self.is_dflash() && thinking != Some(false) {
+            voice.note(
+                "DFlash drafters are trained on answers with or without reasoning, those for Qwen3 without: if few drafts are accepted, try --no-think (or --think)",
+            );
+        }
     }
 }
 

@@ -14,15 +14,17 @@ use tileinfer::engine::{
     Ended, Engine, EngineOptions, Event, FinishReason, GenerationOptions, Request, StepLoop,
 };
 use tileinfer::generate::{Generated, answer, generate};
-use tileinfer::kv::{PagePool, Sequence};
+use tileinfer::kv::{BlockTable, PagePool, Sequence};
 use tileinfer::runner::{
     Batch, FakeOptions, FakeRunner, Input, Rows, Runner, RunnerLimits, Span, StepOutput, Ticket,
     Want,
 };
 use tileinfer::sampling::{
-    Distribution, SampleRow, SamplingParams, Scratch, TokenCounts, distribution,
+    Distribution, Draw, RowSampler, SampleRow, SamplingParams, Scratch, TokenCounts, distribution,
 };
-use tileinfer::spec::{Ask, DraftProposer, Drafts, NgramProposer, Proposer, Speculation};
+use tileinfer::spec::{
+    Ask, DraftProposer, Drafts, NgramProposer, Proposer, Speculation, check_vocabulary,
+};
 use tileinfer::testing::Numbers;
 use tileinfer::tokenizer::Tokenizer;
 use tileinfer::{ErrorKind, Result};
@@ -805,4 +807,91 @@ fn what_can_be_gained_is_gained() {
     let (late, stats) = speed(900, 6, FLAT, 0.02, |i| (300..600).contains(&i));
     assert!(late > 1.3, "{late}, {stats:?}");
     assert!(stats.held_back > 100, "{stats:?}");
+}
+
+/// Asks for three drafts.
+fn ask(id: u64, tokens: &[u32]) -> Ask<'_> {
+    let sampler = RowSampler {
+        params: Arc::default(),
+        counts: None,
+        drafts: Vec::new(),
+        mask: None,
+        seed: 0,
+        position: tokens.len() as u64,
+        vocabulary: usize::MAX,
+        top_logprobs: None,
+        draw: Draw::Token,
+    };
+    Ask {
+        id,
+        tokens,
+        most: 3,
+        table: BlockTable::default(),
+        sampler,
+    }
+}
+
+#[test]
+fn a_draft_model_reads_what_is_new_of_a_text() {
+    let fake = FakeOptions::default();
+    let mut target = FakeRunner::new(&fake);
+    let mut proposer = DraftProposer::new(Box::new(FakeRunner::new(&fake)), 3, false).unwrap();
+    let mut text = random_ids(&mut Numbers::new(1), 40, fake.vocabulary);
+    let mut read = |id: u64, tokens: &[u32]| {
+        let drafts = proposer.propose(&mut target, &[ask(id, tokens)]).unwrap();
+        assert_eq!(drafts[0].tokens.len(), 3);
+        let tokens = drafts[0].tokens.clone();
+        (drafts[0].read, tokens, proposer.pool().free())
+    };
+    let (first, drafts, _) = read(1, &text);
+    assert_eq!(first, 40);
+    // All were right, and the token after them: the last draft was never read.
+    text.extend(&drafts);
+    text.push(7);
+    assert_eq!(read(1, &text).0, 2);
+    // All were wrong.
+    text.push(63);
+    assert_eq!(read(1, &text).0, 1);
+    // The next turn of a conversation is another text, and finds whole pages of it.
+    proposer.forget(1);
+    text.extend([5, 6, 7, 8, 9]);
+    let drafts = proposer.propose(&mut target, &[ask(2, &text)]).unwrap();
+    assert!(
+        drafts[0].read < 5 + 2 * fake.page_size,
+        "{}",
+        drafts[0].read
+    );
+    proposer.forget(2);
+    // Without room there are no drafts, and no error.
+    let small = FakeOptions {
+        pages: 3,
+        ..fake.clone()
+    };
+    let mut proposer = DraftProposer::new(Box::new(FakeRunner::new(&small)), 3, false).unwrap();
+    let drafts = proposer.propose(&mut target, &[ask(3, &text)]).unwrap();
+    assert_eq!(
+        drafts,
+        [Drafts {
+            read: text.len(),
+            ..Drafts::default()
+        }]
+    );
+    // Nor for a text that the model has no rows for.
+    let narrow = FakeOptions {
+        vocabulary: 8,
+        ..fake
+    };
+    let mut proposer = DraftProposer::new(Box::new(FakeRunner::new(&narrow)), 3, false).unwrap();
+    let drafts = proposer.propose(&mut target, &[ask(4, &text)]).unwrap();
+    assert_eq!(drafts, [Drafts::default()]);
+}
+
+#[test]
+fn a_draft_model_of_another_vocabulary_is_refused() {
+    let tokenizer = |name: &str| Tokenizer::from_dir(&golden().join("models").join(name)).unwrap();
+    let (one, other) = (tokenizer("qwen3"), tokenizer("llama-tied"));
+    check_vocabulary(&one, &one).unwrap();
+    let error = check_vocabulary(&one, &other).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Usage);
+    assert!(error.to_string().contains("token "), "{error}");
 }

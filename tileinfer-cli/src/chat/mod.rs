@@ -49,6 +49,12 @@ pub(crate) fn chat(model: &Model, args: &RunArgs, voice: Voice) -> Result<()> {
         thinking: run::thinking(args, &template, &voice),
     };
     let spec = Speculating::choose(&args.spec, args.model.name.hub, &voice)?;
+    if let Some(spec) = &spec
+        && !raw
+        && template.supports_thinking()
+    {
+        spec.warn_of_thinking(options.thinking, &voice);
+    }
     let purpose = Purpose::one(None).speculating(spec.as_ref());
     let opened = open::open(&model.dir, &args.model.place, purpose, &voice)?;
     let mut session = Session::new(opened.steps, tokenizer, template, options);

@@ -139,6 +139,8 @@ fn load<B: Backend>(
         ..RunnerOptions::for_length(LENGTH)
     };
     let runner = ModelRunner::with_dflash(backend, model, drafter.unwrap(), &options).unwrap();
+    // And one or two steps in flight.
+    let runner = runner.with_depth(if max_rows == LENGTH { 1 } else { 2 });
     assert_eq!(runner.block_size(), Some(expected.block_size));
     runner
 }
