@@ -16,6 +16,7 @@ mod models;
 mod open;
 mod plan;
 mod pulling;
+mod quantize;
 mod run;
 mod serve;
 mod show;
@@ -48,6 +49,7 @@ fn main() -> ExitCode {
         Verb::Serve(args) => serve::serve(args),
         Verb::Tokenize(args) => tokenize::tokenize(args),
         Verb::Eval(args) => eval::eval(args),
+        Verb::Quantize(args) => quantize::quantize(args),
         Verb::Bench(args) => bench::bench(args),
         Verb::Completions(args) => manual::completions(args),
         Verb::Man(args) => manual::man(args),

@@ -7,13 +7,17 @@ use anyhow::{Result, bail};
 use tileinfer::backend::{Backend, ComputeType, Profile, Profiled, ReferenceBackend};
 use tileinfer::config::ModelConfig;
 use tileinfer::engine::StepLoop;
-use tileinfer::model::{DFlashDrafter, DecoderLM, LoadOptions};
+use tileinfer::kv::{KeySmoothing, KvElement};
+use tileinfer::model::{
+    CALIBRATION_TEXT, CALIBRATION_TOKENS, DFlashDrafter, DecoderLM, LoadOptions, Quant, calibrate,
+};
 use tileinfer::plan::MemoryPlan;
 use tileinfer::runner::{ModelRunner, Runner, RunnerOptions};
-use tileinfer::weights::{Checkpoint, Dtype, HostModel};
+use tileinfer::tokenizer::Tokenizer;
+use tileinfer::weights::{Checkpoint, Dtype, HostModel, Int8Scheme};
 use tileinfer_cpu::CpuBackend;
 
-use crate::args::{DeviceArg, DtypeArg, PlaceArgs};
+use crate::args::{DeviceArg, DtypeArg, KvCacheArg, PlaceArgs, QuantArg};
 #[cfg(feature = "cuda")]
 use crate::gpu::{self, Gpu};
 use crate::memory::{self, readable};
@@ -106,9 +110,14 @@ impl Device {
         &self,
         config: &ModelConfig,
         weights_bytes: u64,
-        compute: ComputeType,
+        place: &PlaceArgs,
         sequences: usize,
     ) -> MemoryPlan {
+        let compute = compute_type(place.dtype);
+        let element = match place.kv_cache_dtype {
+            KvCacheArg::Auto => KvElement::Compute(compute),
+            KvCacheArg::Int8 => KvElement::Int8,
+        };
         let activation_bytes = match self {
             // Kept in f32 words, whatever they are rounded to.
             Device::Cpu | Device::Reference => 4,
@@ -118,7 +127,7 @@ impl Device {
         MemoryPlan::new(
             config,
             weights_bytes,
-            compute,
+            element,
             activation_bytes,
             self.rows(),
             sequences,
@@ -161,6 +170,8 @@ pub(crate) struct Opened {
     pub(crate) config: ModelConfig,
     pub(crate) steps: StepLoop,
     pub(crate) weights_bytes: u64,
+    /// Bytes of the weights that every step reads.
+    pub(crate) step_bytes: u64,
     pub(crate) load_seconds: f64,
     pub(crate) threads: usize,
     pub(crate) device: Device,
@@ -181,13 +192,22 @@ pub(crate) fn open(
     let checkpoint = Checkpoint::open(dir)?;
     let compute = compute_type(place.dtype);
     let bar = voice.bar("reading the weights", 1);
-    let drafter = purpose.spec.map(|spec| spec.read(dir, &config, compute));
+    // What becomes int8 does so from what is stored, matrix by matrix: nothing is rounded to bf16 before.
+    let keep = match quant(place) {
+        Quant::Int8 => ComputeType::F32,
+        Quant::None => compute,
+    };
+    let drafter = purpose.spec.map(|spec| spec.read(dir, &config, keep));
     let drafter = drafter.transpose()?.flatten();
-    let host = HostModel::load(&config, &checkpoint, compute)?;
+    let host = HostModel::load(&config, &checkpoint, keep)?;
     bar.finish_and_clear();
-    if compute == ComputeType::Bf16 {
+    if let Ok(Some(scheme)) = Int8Scheme::of(&config) {
+        voice.note(&format!("the checkpoint holds {scheme}"));
+    }
+    if keep == ComputeType::Bf16 {
         let stored = checkpoint
             .names()
+            .filter(|name| !name.ends_with("_scale"))
             .filter_map(|name| checkpoint.tensor(name))
             .map(|tensor| tensor.dtype);
         if let Some(dtype) = stored
@@ -199,13 +219,18 @@ pub(crate) fn open(
             ));
         }
     }
+    // The text that keys are measured on, where that is needed.
+    let calibration = || {
+        let tokenizer = Tokenizer::from_dir(dir)?;
+        Ok(tokenizer.encode_prompt(CALIBRATION_TEXT)?)
+    };
     let mut opened = place_model(
         config,
         &host,
         drafter.as_ref(),
-        compute,
         device,
         place,
+        &calibration,
         purpose,
         available,
         voice,
@@ -237,13 +262,18 @@ pub(crate) fn open_random(
     let bar = voice.bar("making random weights", 1);
     let host = HostModel::random(&config, 1);
     bar.finish_and_clear();
+    let vocabulary = config.vocab_size;
+    let calibration = || {
+        let ids = (0..CALIBRATION_TOKENS).map(|i| (i * 7919 % vocabulary) as u32);
+        Ok(ids.collect())
+    };
     let mut opened = place_model(
         config,
         &host,
         None,
-        compute_type(place.dtype),
         device,
         place,
+        &calibration,
         purpose,
         available,
         voice,
@@ -266,22 +296,49 @@ pub(crate) fn compute_type(dtype: DtypeArg) -> ComputeType {
     }
 }
 
+/// What `--quant` asks for.
+fn quant(place: &PlaceArgs) -> Quant {
+    match place.quant {
+        Some(QuantArg::Int8) => Quant::Int8,
+        None => Quant::None,
+    }
+}
+
+/// Whether matrices become int8, as [`HostModel::bytes_of`] wants to know.
+pub(crate) fn int8(place: &PlaceArgs) -> bool {
+    quant(place) == Quant::Int8
+}
+
+/// Token ids that keys are measured on.
+type Calibration<'a> = dyn Fn() -> Result<Vec<u32>> + 'a;
+
 fn place_model(
     config: ModelConfig,
     host: &HostModel,
     drafter: Option<&Drafter>,
-    compute: ComputeType,
     device: Device,
     place: &PlaceArgs,
+    calibration: &Calibration<'_>,
     purpose: Purpose<'_>,
     available: u64,
     voice: &Voice,
 ) -> Result<Opened> {
-    let threads = threads(place);
-    let weights_bytes = host.bytes();
-    let mut plan = device.memory_plan(&config, weights_bytes, compute, purpose.sequences);
-    if let Some((config, bytes)) = drafter.map(Drafter::size) {
-        let beside = device.memory_plan(config, bytes, compute, purpose.sequences);
+    let (threads, compute) = (threads(place), compute_type(place.dtype));
+    let weights_bytes = host.loaded_bytes(compute, int8(place));
+    let step_bytes = host.step_bytes(compute, int8(place));
+    let mut plan = device.memory_plan(&config, weights_bytes, place, purpose.sequences);
+    if let Some(drafter) = drafter {
+        let (config, bytes) = drafter.size(compute, int8(place));
+        // A DFlash drafter's cache is never int8.
+        let kv_cache_dtype = match drafter {
+            Drafter::Model { .. } => place.kv_cache_dtype,
+            Drafter::DFlash { .. } => KvCacheArg::Auto,
+        };
+        let place = &PlaceArgs {
+            kv_cache_dtype,
+            ..place.clone()
+        };
+        let beside = device.memory_plan(config, bytes, place, purpose.sequences);
         plan = speculate::together(plan, beside);
     }
     let length = context_length(&config, &plan, place, purpose, available, voice)?;
@@ -292,21 +349,34 @@ fn place_model(
         max_spans: purpose.sequences,
         ..RunnerOptions::for_length(length)
     };
-    let bring = |config: &ModelConfig, host: &HostModel, drafter: Option<&Drafter>| {
-        let load = Load {
-            config,
-            host,
-            drafter,
-            options: &options,
-            length,
-            voice,
-        };
-        load.to(&device, compute, threads, purpose.profile)
+    let load = Load {
+        config: &config,
+        host,
+        drafter,
+        place,
+        calibration,
+        options: &options,
+        max_length: length,
+        voice,
     };
-    let runner = bring(&config, host, drafter)?;
+    let bring = |load: Load<'_>| load.to(&device, compute, threads, purpose.profile);
+    let runner = bring(load)?;
     let speculation = purpose.spec.map(|spec| {
         let draft = match drafter {
-            Some(Drafter::Model { config, host }) => Some(bring(config, host, None)?),
+            Some(Drafter::Model { config, host }) => {
+                // Smoothing factors in a file are those of the model itself.
+                let place = &PlaceArgs {
+                    kv_smoothing: None,
+                    ..place.clone()
+                };
+                Some(bring(Load {
+                    config,
+                    host,
+                    drafter: None,
+                    place,
+                    ..load
+                })?)
+            }
             _ => None,
         };
         spec.speculation(runner.as_ref(), draft)
@@ -326,84 +396,111 @@ fn place_model(
         config,
         steps,
         weights_bytes,
+        step_bytes,
         load_seconds: 0.0,
         threads,
         device,
     })
 }
 
-/// What a runner is made of.
+/// What is loaded, and how.
 #[derive(Clone, Copy)]
 struct Load<'a> {
     config: &'a ModelConfig,
     host: &'a HostModel,
     /// A DFlash drafter goes beside the model; another one has a runner of its own.
     drafter: Option<&'a Drafter>,
+    place: &'a PlaceArgs,
+    calibration: &'a Calibration<'a>,
     options: &'a RunnerOptions,
-    length: usize,
+    max_length: usize,
     voice: &'a Voice,
 }
 
 impl Load<'_> {
     /// Weights, pages and buffers on `device`.
     fn to(
-        self,
+        &self,
         device: &Device,
         compute: ComputeType,
         threads: usize,
         profile: Option<&Profile>,
     ) -> Result<Box<dyn Runner>> {
         match device {
-            Device::Cpu => self.profiled(CpuBackend::new(compute, threads), profile),
-            Device::Reference => self.profiled(ReferenceBackend::new(compute), profile),
+            Device::Cpu => self.maybe_profiled(CpuBackend::new(compute, threads), profile),
+            Device::Reference => self.maybe_profiled(ReferenceBackend::new(compute), profile),
             #[cfg(feature = "cuda")]
             Device::Cuda(_) if profile.is_some() => bail!(
                 "--profile times ops that have ended when they return, as on the CPU; for a GPU use NVIDIA's nsys"
             ),
             #[cfg(feature = "cuda")]
-            Device::Cuda(gpu) => self.on(gpu.backend(compute)),
+            Device::Cuda(gpu) => self.runner(gpu.backend(compute)),
         }
     }
 
-    fn profiled<B: Backend>(
-        self,
+    fn maybe_profiled<B: Backend>(
+        &self,
         backend: B,
         profile: Option<&Profile>,
     ) -> Result<Box<dyn Runner>> {
         match profile {
-            Some(profile) => self.on(Profiled::new(backend, profile)),
-            None => self.on(backend),
+            Some(profile) => self.runner(Profiled::new(backend, profile)),
+            None => self.runner(backend),
         }
     }
 
-    fn on<B: Backend>(self, backend: B) -> Result<Box<dyn Runner>> {
-        let Load {
-            config,
-            host,
-            drafter,
-            options,
-            length,
-            voice,
-        } = self;
-        let bar = voice.bar("loading", config.layers.len() as u64);
-        let load = LoadOptions { max_length: length };
-        let model = DecoderLM::load(&backend, config, host, &load, &mut |done, _| {
-            bar.set_position(done as u64)
-        })?;
-        bar.finish_and_clear();
-        let Some(Drafter::DFlash {
-            config: of_drafter,
-            host,
-        }) = drafter
-        else {
-            return Ok(Box::new(ModelRunner::new(backend, model, options)?));
+    fn runner<B: Backend>(&self, backend: B) -> Result<Box<dyn Runner>> {
+        let bar = self.voice.bar("loading", self.config.layers.len() as u64);
+        let load = LoadOptions {
+            quant: quant(self.place),
+            ..LoadOptions::new(self.max_length)
         };
-        let (embedding, head) = (model.embedding.clone(), model.head.clone());
-        let of_drafter = of_drafter.clone();
-        let drafter =
-            DFlashDrafter::load(&backend, of_drafter, host, config, embedding, head, length)?;
-        let runner = ModelRunner::with_dflash(backend, model, drafter, options)?;
+        let on_layer = &mut |done, _| bar.set_position(done as u64);
+        let model = DecoderLM::load(&backend, self.config, self.host, &load, on_layer)?;
+        bar.finish_and_clear();
+        let options = RunnerOptions {
+            int8_cache: self.smoothing(&backend, &model)?,
+            ..self.options.clone()
+        };
+        let Some(Drafter::DFlash { config, host }) = self.drafter else {
+            return Ok(Box::new(ModelRunner::new(backend, model, &options)?));
+        };
+        let drafter = DFlashDrafter::load(
+            &backend,
+            config.clone(),
+            host,
+            self.config,
+            model.embedding.clone(),
+            model.head.clone(),
+            self.max_length,
+        )?;
+        let runner = ModelRunner::with_dflash(backend, model, drafter, &options)?;
         Ok(Box::new(runner))
+    }
+
+    /// What the keys of an int8 cache are divided by; none: the cache is not int8.
+    fn smoothing<B: Backend>(
+        &self,
+        backend: &B,
+        model: &DecoderLM<B>,
+    ) -> Result<Option<KeySmoothing>> {
+        let file = self.place.kv_smoothing.as_deref();
+        match (self.place.kv_cache_dtype, file) {
+            (KvCacheArg::Auto, None) => Ok(None),
+            (KvCacheArg::Auto, Some(_)) => Err(crate::usage(
+                "--kv-smoothing is for an int8 cache: add --kv-cache-dtype int8",
+            )),
+            (KvCacheArg::Int8, Some(file)) if file == Path::new("none") => {
+                Ok(Some(KeySmoothing::none()))
+            }
+            (KvCacheArg::Int8, Some(file)) => Ok(Some(KeySmoothing::read(file)?)),
+            (KvCacheArg::Int8, None) => {
+                let bar = self.voice.bar("measuring keys", 1);
+                let smoothing = calibrate(backend, model, &(self.calibration)()?)?;
+                bar.finish_and_clear();
+                Ok(Some(smoothing))
+            }
+        }
     }
 }
 

@@ -3,10 +3,10 @@
 use std::io::Write;
 use std::path::Path;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use serde_json::json;
 use tileinfer::config::ModelConfig;
-use tileinfer::weights::{Checkpoint, HostModel, TensorInfo};
+use tileinfer::weights::{Checkpoint, HostModel, Int8Scheme, TensorInfo};
 
 use crate::args::PlanArgs;
 use crate::memory::readable;
@@ -20,14 +20,12 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
     let place = &args.model.place;
     let device = Device::choose(place.device, &voice)?;
     let (config, tensors) = read(args, &voice)?;
-    if config.quantization.is_some() {
-        bail!(
-            "config.json asks for quantized weights, which are not supported; use the model's original in bf16"
-        );
+    if let Some(scheme) = Int8Scheme::of(&config).map_err(anyhow::Error::msg)? {
+        voice.note(&format!("the checkpoint holds {scheme}"));
     }
     let compute = open::compute_type(place.dtype);
-    let weights_bytes = HostModel::bytes_of(&tensors, compute);
-    let plan = device.memory_plan(&config, weights_bytes, compute, 1);
+    let weights_bytes = HostModel::bytes_of(&tensors, compute, open::int8(place));
+    let plan = device.memory_plan(&config, weights_bytes, place, 1);
     let available = device.available()?;
     let most = config.max_position_embeddings as u64;
     let room = plan.max_context(available);

@@ -48,10 +48,10 @@ pub(crate) enum Drafter {
 }
 
 impl Drafter {
-    /// Its configuration and the bytes of its weights.
-    pub(crate) fn size(&self) -> (&ModelConfig, u64) {
+    /// Its configuration, and the bytes of its weights as they are loaded. A DFlash drafter's do not become int8.
+    pub(crate) fn size(&self, compute: ComputeType, int8: bool) -> (&ModelConfig, u64) {
         match self {
-            Drafter::Model { config, host } => (config, host.bytes()),
+            Drafter::Model { config, host } => (config, host.loaded_bytes(compute, int8)),
             Drafter::DFlash { config, host } => (&config.model, host.bytes()),
         }
     }

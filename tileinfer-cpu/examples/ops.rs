@@ -80,11 +80,17 @@ fn main() {
     bench.ceilings();
     for shapes in &MODELS {
         println!("{}", shapes.name);
-        bench.linears(shapes);
-        bench.attention(shapes);
+        for int8 in [false, true] {
+            bench.linears(shapes, int8);
+            bench.attention(shapes, int8);
+        }
         bench.rest(shapes);
     }
     bench.ceilings();
+}
+
+fn named(int8: bool) -> &'static str {
+    if int8 { " int8" } else { "" }
 }
 
 struct Bench {
@@ -169,7 +175,7 @@ impl Bench {
         tensor
     }
 
-    fn linears(&self, s: &Shapes) {
+    fn linears(&self, s: &Shapes, int8: bool) {
         let attention = s.heads * s.head_dim;
         let list = [
             (
@@ -184,7 +190,7 @@ impl Bench {
             ("head", s.vocabulary, s.hidden, false),
         ];
         for (name, n, k, gated) in list {
-            let bytes = n * k * 2;
+            let bytes = if int8 { n * (k + 4) } else { n * k * 2 };
             let copies = (150_000_000 / bytes).clamp(1, 60);
             let parts = if gated { 2 } else { 1 };
             let weights: Vec<_> = (0..copies)
@@ -194,7 +200,12 @@ impl Bench {
                     };
                     let weight =
                         Weight::new((0..parts).map(part).collect()).expect("parts of one width");
-                    self.backend.load_weight(&weight).expect("bf16")
+                    let loaded = if int8 {
+                        self.backend.load_int8(&weight)
+                    } else {
+                        self.backend.load_weight(&weight)
+                    };
+                    loaded.expect("bf16, or int8")
                 })
                 .collect();
             for rows in [1, 2, 4, 8, 16, 512] {
@@ -206,7 +217,7 @@ impl Bench {
                 let mut narrow = self.tensor(Element::Model, rows, n / 2);
                 let copies = if rows > 16 { 1 } else { copies };
                 self.line(
-                    &format!("linear {name} {rows} x {k} -> {n}"),
+                    &format!("linear{} {name} {rows} x {k} -> {n}", named(int8)),
                     bytes,
                     2 * rows * n * k,
                     copies,
@@ -233,12 +244,16 @@ impl Bench {
         }
     }
 
-    fn attention(&self, s: &Shapes) {
+    fn attention(&self, s: &Shapes, int8: bool) {
         let layout = KvLayout {
             page_size: 64,
             kv_heads: s.kv_heads,
             head_dim: s.head_dim,
-            element: KvElement::Compute(ComputeType::Bf16),
+            element: if int8 {
+                KvElement::Int8
+            } else {
+                KvElement::Compute(ComputeType::Bf16)
+            },
         };
         let shape = AttentionShape {
             heads: s.heads,
@@ -257,7 +272,7 @@ impl Bench {
         ] {
             let positions = context + rows;
             let pages = positions.div_ceil(64);
-            let bytes = positions * 2 * s.kv_heads * s.head_dim * 2;
+            let bytes = positions * layout.position_bytes();
             let copies = if rows > 8 {
                 1
             } else {
@@ -267,7 +282,7 @@ impl Bench {
                 .map(|_| {
                     let mut pages = self
                         .backend
-                        .alloc_pages(&layout, pages)
+                        .alloc_pages(&layout, None, pages)
                         .expect("an even head dimension");
                     self.fill(&mut pages, s, positions);
                     pages
@@ -279,7 +294,7 @@ impl Bench {
             let pairs: usize = (context + 1..=positions).sum();
             let flops = 4 * pairs * s.heads * s.head_dim;
             self.line(
-                &format!("attention {rows} rows after {context}"),
+                &format!("attention{} {rows} rows after {context}", named(int8)),
                 bytes,
                 flops,
                 copies,
@@ -392,7 +407,7 @@ impl Bench {
             };
             let mut pages = self
                 .backend
-                .alloc_pages(&layout, rows.div_ceil(64))
+                .alloc_pages(&layout, None, rows.div_ceil(64))
                 .expect("an even head dimension");
             let norm = s.qk_norm.then_some(&head_norm);
             let norms = QkNorms {

@@ -94,7 +94,12 @@ pub fn log_prob(logits: &[f32], id: u32) -> Result<f64> {
 /// The Kullback-Leibler divergence `Σ p (ln p - ln q)` in nats of the distribution of `model` logits from that
 /// of `baseline` logits.
 pub fn divergence(baseline: &[f32], model: &[f32]) -> Result<f64> {
-    let (p_norm, q_norm) = (log_sum_exp(baseline)?, log_sum_exp(model)?);
+    let norms = (log_sum_exp(baseline)?, log_sum_exp(model)?);
+    Ok(divergence_of(baseline, model, norms))
+}
+
+/// [`divergence`] where both [`log_sum_exp`] are known.
+fn divergence_of(baseline: &[f32], model: &[f32], (p_norm, q_norm): (f64, f64)) -> f64 {
     let terms = baseline.iter().zip(model).map(|(&p, &q)| {
         let (p, q) = (f64::from(p) - p_norm, f64::from(q) - q_norm);
         if p == f64::NEG_INFINITY {
@@ -103,7 +108,7 @@ pub fn divergence(baseline: &[f32], model: &[f32]) -> Result<f64> {
             p.exp() * (p - q)
         }
     });
-    Ok(terms.sum())
+    terms.sum()
 }
 
 /// The index of the largest logit, the lowest among equals.
@@ -184,10 +189,16 @@ pub fn compare(
             let Some(&next) = part.get(position + 1) else {
                 return Ok(());
             };
-            sum -= log_prob(logits, next)?;
-            baseline_sum -= log_prob(&expected[position], next)?;
-            same += usize::from(argmax(logits) == argmax(&expected[position]));
-            divergences.push(divergence(&expected[position], logits)?);
+            let expected = &expected[position];
+            let norms = (log_sum_exp(expected)?, log_sum_exp(logits)?);
+            let log_prob = |logits: &[f32], norm: f64| {
+                let logit = logits.get(next as usize);
+                logit.map_or(f64::NEG_INFINITY, |&logit| f64::from(logit) - norm)
+            };
+            sum -= log_prob(logits, norms.1);
+            baseline_sum -= log_prob(expected, norms.0);
+            same += usize::from(argmax(logits) == argmax(expected));
+            divergences.push(divergence_of(expected, logits, norms));
             Ok(())
         })?;
         on_window(divergences.len());

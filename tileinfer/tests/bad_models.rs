@@ -84,7 +84,7 @@ fn open(dir: &Path, kind: ComputeType) -> Result<StepLoop> {
     let config = ModelConfig::from_dir(dir)?;
     let host = HostModel::load(&config, &Checkpoint::open(dir)?, kind)?;
     let backend = ReferenceBackend::new(kind);
-    let load = LoadOptions { max_length: LENGTH };
+    let load = LoadOptions::new(LENGTH);
     let model = DecoderLM::load(&backend, &config, &host, &load, &mut |_, _| ())?;
     let options = RunnerOptions {
         pages: 8,
@@ -327,7 +327,7 @@ fn memory_of_the_largest_configuration_is_a_number() {
     let plan = MemoryPlan::new(
         &config,
         config.weights_bytes(2),
-        ComputeType::F32,
+        tileinfer::kv::KvElement::Compute(ComputeType::F32),
         4,
         512,
         64,

@@ -158,7 +158,7 @@ fn taps_and_blocks_are_the_drafters() {
     let config = ModelConfig::from_dir(&dir).unwrap();
     let checkpoint = Checkpoint::open(&dir).unwrap();
     let host = HostModel::load(&config, &checkpoint, ComputeType::F32).unwrap();
-    let load = LoadOptions { max_length: 64 };
+    let load = LoadOptions::new(64);
     let model = DecoderLM::load(&backend, &config, &host, &load, &mut |_, _| ()).unwrap();
     let dir = models.join("qwen3-6l-dflash-b8");
     let drafter = load_dflash(&backend, &dir, &config, &model).unwrap();

@@ -418,3 +418,104 @@ fn drafts_change_no_token() {
     let message = refused(&path("qwen3-8l"), "dflash");
     assert!(message.contains("num_target_layers"), "{message}");
 }
+
+#[test]
+fn int8_in_every_way() {
+    let model = qwen3();
+    let folder = tempfile::tempdir().unwrap();
+    let text = folder.path().join("text");
+    fs::write(
+        &text,
+        "A small text that a small model has no idea of. ".repeat(20),
+    )
+    .unwrap();
+    let eval = |model: &str, more: &[&str]| {
+        let text = text.to_str().unwrap();
+        json(
+            &[
+                &["eval", model, "--text", text, "--ctx-size", "64", "--json"],
+                more,
+            ]
+            .concat(),
+        )
+    };
+    let weights = ["--quant", "int8"];
+    let cache = ["--kv-cache-dtype", "int8"];
+    let compared = eval(
+        &model,
+        &[&weights[..], &cache, &["--compare", "bf16"]].concat(),
+    );
+    let kl = compared["kl_mean"].as_f64().unwrap();
+    assert!(kl > 0.0 && kl < 0.01, "{compared}");
+    // Each counts, and factors of one are no factors.
+    let ppl = |more: &[&str]| eval(&model, more)["perplexity"].as_f64().unwrap();
+    let smoothed = ppl(&cache);
+    let plain = ppl(&[&cache[..], &["--kv-smoothing", "none"]].concat());
+    let ones = folder.path().join("ones.json");
+    let layer = vec![1.0; 128];
+    fs::write(&ones, json!({"layers": [layer, layer]}).to_string()).unwrap();
+    let ones = ones.to_str().unwrap();
+    assert_eq!(
+        ppl(&[&cache[..], &["--kv-smoothing", ones]].concat()),
+        plain
+    );
+    assert!(smoothed != plain && plain != ppl(&[]) && ppl(&weights) != ppl(&[]));
+
+    // As files it is what it is at load, but for the head.
+    let out = folder.path().join("out");
+    let out = out.to_str().unwrap();
+    let done = run(&["quantize", &model, out]);
+    assert_eq!(done.code, Some(0), "{done:?}");
+    assert_eq!(eval(out, &weights)["perplexity"], ppl(&weights));
+    let done = run(&["run", out, "hello", "--max-tokens", "2"]);
+    assert!(
+        done.code == Some(0) && done.err.contains("int8 weights"),
+        "{done:?}"
+    );
+    let again = run(&["quantize", out, out]);
+    assert!(
+        again.code == Some(1) && again.err.contains("already"),
+        "{again:?}"
+    );
+
+    // The plan foresees what is then loaded.
+    let lengths = [
+        "--prompt-tokens",
+        "4",
+        "--gen-tokens",
+        "2",
+        "--runs",
+        "1",
+        "--threads",
+        "1",
+    ];
+    for (model, more) in [
+        (&*model, &[&weights[..], &cache].concat()[..]),
+        (out, &[]),
+        (out, &weights),
+    ] {
+        let plan = json(&[&["plan", model, "--json"], more].concat());
+        let bench = json(&[&["bench", model, "--json"], &lengths[..], more].concat());
+        assert_eq!(plan["weights_bytes"], bench["weights_bytes"], "{more:?}");
+        if more.len() > 2 {
+            // Two layers, keys and values of 128 bytes and a scale.
+            assert_eq!(plan["kv_bytes_per_token"], 2 * 2 * 132);
+        }
+    }
+
+    let wrong = run(&["run", &model, "--kv-smoothing", ones, "hello"]);
+    assert!(
+        wrong.code == Some(2) && wrong.err.contains("--kv-cache-dtype int8"),
+        "{wrong:?}"
+    );
+    fs::write(ones, json!({"layers": [[1.0]]}).to_string()).unwrap();
+    let wrong = run(&[
+        &["run", &model, "hello", "--kv-smoothing", ones],
+        &cache[..],
+    ]
+    .concat());
+    assert!(
+        wrong.code == Some(1) && wrong.err.contains("does not fit"),
+        "{wrong:?}"
+    );
+}

@@ -5,7 +5,7 @@
 use std::path::Path;
 
 use super::decoder::forward;
-use super::load::{DecoderLM, Linear, LoadOptions, Tables};
+use super::load::{DecoderLM, Linear, LoadOptions, Tables, plain};
 use super::workspace::Workspace;
 use crate::Result;
 use crate::backend::{AttentionShape, Backend, Element, KvRows, Mask, QkNorms, StepLayout};
@@ -98,7 +98,7 @@ impl<B: Backend> DFlashDrafter<B> {
             head,
             head_rows: target_config.output_vocab_size,
         };
-        let options = LoadOptions { max_length };
+        let options = LoadOptions::new(max_length);
         let mut decoder = DecoderLM::between(
             backend,
             &config.model,
@@ -121,13 +121,13 @@ impl<B: Backend> DFlashDrafter<B> {
             let weight = Weight::new(layer.qkv.parts()[1..].to_vec())?;
             let bias = layer.qkv_bias.as_ref().map(|bias| &bias[queries..]);
             Ok(Linear {
-                weight: backend.load_weight(&weight)?,
+                weight: plain(backend, &weight)?,
                 bias: bias.map(|bias| backend.load_vector(bias)).transpose()?,
             })
         });
         Ok(DFlashDrafter {
             key_values: key_values.collect::<Result<_>>()?,
-            fc: backend.load_weight(&host.fc)?,
+            fc: plain(backend, &host.fc)?,
             hidden_norm: backend.load_vector(&host.hidden_norm)?,
             decoder,
             config,
@@ -193,7 +193,7 @@ impl<B: Backend> DFlashBlock<B> {
             pages: decoder
                 .layers
                 .iter()
-                .map(|_| backend.alloc_pages(&layout, pages))
+                .map(|_| backend.alloc_pages(&layout, None, pages))
                 .collect::<Result<_>>()?,
             block: Workspace::new(backend, decoder, block_rows, spans, table_width, &[])?,
             context: Context {

@@ -73,15 +73,60 @@ pub(super) struct Tables<B: Backend> {
     pub(super) head_rows: usize,
 }
 
+/// What happens to the linear weights on the way to the device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Quant {
+    /// They stay what they are: of the compute type, or int8 where the checkpoint has int8.
+    #[default]
+    None,
+    /// Every linear and the head become int8 with one scale a row ([`crate::weights::int8`]), one matrix after
+    /// another. The embedding does not: a token reads one row of it, so fewer bytes would save no time, and its
+    /// error would go into the residual stream of every layer. Where the head is the embedding, the matrix is
+    /// loaded twice. Norms and biases are vectors and stay as they are.
+    Int8,
+}
+
 /// How to bring a model to a device.
 #[derive(Debug, Clone)]
 pub struct LoadOptions {
     /// The longest sequence that will be run: positions that the RoPE table covers.
     pub max_length: usize,
+    /// What happens to the linear weights.
+    pub quant: Quant,
+}
+
+/// A matrix in the compute type.
+pub(super) fn plain<B: Backend>(backend: &B, weight: &Weight) -> Result<B::Weight> {
+    backend.load_weight(&weight.to_dtype(backend.compute_type()))
+}
+
+/// The matrix of a linear. A device takes it in one type: where a checkpoint has some parts in int8, all become
+/// that.
+pub(super) fn linear_weight<B: Backend>(
+    backend: &B,
+    weight: &Weight,
+    quant: Quant,
+) -> Result<B::Weight> {
+    if quant == Quant::Int8 || weight.has_int8() {
+        backend.load_int8(weight)
+    } else {
+        plain(backend, weight)
+    }
+}
+
+impl LoadOptions {
+    /// For sequences of up to `max_length` positions, weights as they are.
+    pub fn new(max_length: usize) -> Self {
+        LoadOptions {
+            max_length,
+            quant: Quant::None,
+        }
+    }
 }
 
 impl<B: Backend> DecoderLM<B> {
-    /// Brings `host` to `backend`. `progress` is told the layers done and how many there are.
+    /// Brings `host` to `backend`, rounding what is not of the compute type yet matrix by matrix. `progress` is
+    /// told the layers done and how many there are.
     pub fn load(
         backend: &B,
         config: &ModelConfig,
@@ -89,10 +134,11 @@ impl<B: Backend> DecoderLM<B> {
         options: &LoadOptions,
         progress: &mut dyn FnMut(usize, usize),
     ) -> Result<Self> {
-        let embedding = backend.load_weight(&host.embed)?;
-        let head = match &host.head {
-            Some(head) => backend.load_weight(head)?,
-            None => embedding.clone(),
+        let embedding = plain(backend, &host.embed)?;
+        let head = match (&host.head, options.quant) {
+            (Some(head), _) => linear_weight(backend, head, options.quant)?,
+            (None, Quant::Int8) => linear_weight(backend, &host.embed, options.quant)?,
+            (None, Quant::None) => embedding.clone(),
         };
         let tables = Tables {
             embedding,
@@ -122,7 +168,7 @@ impl<B: Backend> DecoderLM<B> {
                 "the context size is 0 and should be at least 1",
             ));
         }
-        let weight = |weight: &Weight| backend.load_weight(weight);
+        let weight = |weight: &Weight| linear_weight(backend, weight, options.quant);
         let vector = |values: &[f32]| backend.load_vector(values);
         let linear = |w: &Weight, bias: &Option<Vec<f32>>| -> Result<Linear<B>> {
             Ok(Linear {

@@ -121,7 +121,7 @@ fn load<B: Backend>(
     let compute = backend.compute_type();
     let host = HostModel::load(&config, &Checkpoint::open(&dir).unwrap(), compute).unwrap();
     let max_length = LENGTH;
-    let options = LoadOptions { max_length };
+    let options = LoadOptions::new(max_length);
     let model = DecoderLM::load(&backend, &config, &host, &options, &mut |_, _| ()).unwrap();
     let dir = golden.join("models").join(&expected.drafter);
     // The two ways to load one.

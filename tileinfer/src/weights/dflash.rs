@@ -30,7 +30,7 @@ impl HostDFlash {
         checkpoint: &Checkpoint,
         compute: ComputeType,
     ) -> Result<Self> {
-        let mut finder = Finder::new(checkpoint);
+        let mut finder = Finder::new(checkpoint, false);
         let found = Self::find(&mut finder, config);
         finder.finish()?;
         let mut found = found

@@ -3,7 +3,8 @@
 //! The names are those of the classes in transformers. It decided not to know what the weights are multiplied with.
 
 use super::checkpoint::Checkpoint;
-use super::safetensors::{TensorInfo, shown};
+use super::compressed::{Int8Scheme, UNUSED, int8_part};
+use super::safetensors::{Dtype, TensorInfo, shown};
 use super::tensor::{ComputeType, Weight, WeightPart};
 use crate::config::{Activation, AttentionBias, Family, ModelConfig};
 use crate::{Error, Result};
@@ -93,18 +94,9 @@ impl HostModel {
         checkpoint: &Checkpoint,
         compute: ComputeType,
     ) -> Result<Self> {
-        if let Some(quantization) = &config.quantization {
-            let method = quantization.get("quant_method");
-            let method = method.and_then(|m| m.as_str()).unwrap_or("no name");
-            return Err(Error::bad_model(
-                checkpoint.dir().join("config.json"),
-                format!(
-                    "quantization_config asks for quantized weights ({}), which are not supported; use the model's original in bf16",
-                    shown(method)
-                ),
-            ));
-        }
-        let mut finder = Finder::new(checkpoint);
+        let scheme = Int8Scheme::of(config)
+            .map_err(|why| Error::bad_model(checkpoint.dir().join("config.json"), why))?;
+        let mut finder = Finder::new(checkpoint, scheme.is_some());
         let found = finder.model(config);
         finder.finish()?;
         let mut model = found
@@ -159,26 +151,65 @@ impl HostModel {
 
     /// Bytes of all matrices.
     pub fn bytes(&self) -> u64 {
-        let layers = self
-            .layers
-            .iter()
-            .flat_map(|layer| [&layer.qkv, &layer.o, &layer.gate_up, &layer.down]);
         let tables = std::iter::once(&self.embed).chain(&self.head);
-        tables.chain(layers).map(Weight::bytes).sum()
+        tables.chain(self.linears()).map(Weight::bytes).sum()
     }
 
-    /// What [`bytes`](Self::bytes) will be once `tensors`, all those of a model's files, are loaded: the matrices of
-    /// the text model, in bf16 unless `compute` keeps them as they are.
-    pub fn bytes_of(tensors: &[TensorInfo], compute: ComputeType) -> u64 {
-        let is_text = |name: &str| !NOT_TEXT.iter().any(|part| name.starts_with(part));
-        tensors
+    /// Bytes of the matrices that every step reads, the linears and the head, once they are loaded: in int8 if `int8`
+    /// or where they are already, else in `compute`.
+    pub fn step_bytes(&self, compute: ComputeType, int8: bool) -> u64 {
+        let head = self.head.as_ref().unwrap_or(&self.embed);
+        let loaded = |weight: &Weight| loaded_bytes(weight, compute, int8 || weight.has_int8());
+        self.linears().chain([head]).map(loaded).sum()
+    }
+
+    /// Bytes of all matrices once they are loaded. In int8 a head that is the embedding becomes a matrix of its own.
+    pub fn loaded_bytes(&self, compute: ComputeType, int8: bool) -> u64 {
+        let shared = self.head.is_none() && !int8;
+        let embed = if shared {
+            0
+        } else {
+            loaded_bytes(&self.embed, compute, false)
+        };
+        embed + self.step_bytes(compute, int8)
+    }
+
+    fn linears(&self) -> impl Iterator<Item = &Weight> {
+        self.layers
             .iter()
-            .filter(|tensor| tensor.shape.len() == 2 && is_text(&tensor.name))
-            .map(|tensor| match compute {
-                ComputeType::F32 => tensor.range.len() as u64,
-                ComputeType::Bf16 => (tensor.range.len() / tensor.dtype.size().max(1) * 2) as u64,
-            })
-            .sum()
+            .flat_map(|layer| [&layer.qkv, &layer.o, &layer.gate_up, &layer.down])
+    }
+
+    /// What [`loaded_bytes`](Self::loaded_bytes) will be for `tensors`, all those of a model's files.
+    pub fn bytes_of(tensors: &[TensorInfo], compute: ComputeType, int8: bool) -> u64 {
+        let is_text = |name: &str| !NOT_TEXT.iter().any(|part| name.starts_with(part));
+        let matrices = || {
+            tensors
+                .iter()
+                .filter(|tensor| tensor.shape.len() == 2 && is_text(&tensor.name))
+        };
+        let tied = !tensors.iter().any(|t| HEADS.contains(&t.name.as_str()));
+        let bytes = |tensor: &TensorInfo| {
+            let (elements, rows) = (tensor.shape.iter().product::<usize>(), tensor.shape[0]);
+            let in_int8 = elements + rows * size_of::<f32>();
+            let is_scale = tensor.name.ends_with(".weight_scale");
+            let plain = match (tensor.dtype, compute) {
+                // The rows of an int8 matrix have f32 scales; packed integers are four a word.
+                _ if is_scale => elements * size_of::<f32>(),
+                (Dtype::I8, _) => elements,
+                (Dtype::I32, _) => 4 * elements,
+                (_, ComputeType::F32) => tensor.range.len(),
+                (_, ComputeType::Bf16) => 2 * elements,
+            };
+            let is_embedding = tensor.name.ends_with("embed_tokens.weight");
+            let rounded = int8 && !is_scale && !matches!(tensor.dtype, Dtype::I8 | Dtype::I32);
+            match (is_embedding, rounded) {
+                (true, true) if tied => plain + in_int8,
+                (false, true) => in_int8,
+                _ => plain,
+            }
+        };
+        matrices().map(|tensor| bytes(tensor) as u64).sum()
     }
 
     fn convert(&mut self, compute: ComputeType) {
@@ -226,6 +257,17 @@ pub(super) fn round(vector: &mut [f32], compute: ComputeType) {
     }
 }
 
+/// Bytes of a matrix in int8 or in `compute`.
+fn loaded_bytes(weight: &Weight, compute: ComputeType, int8: bool) -> u64 {
+    let (rows, cols) = (weight.rows() as u64, weight.cols() as u64);
+    match (int8, compute) {
+        (true, _) => rows * (cols + 4),
+        // f32 keeps bf16 as it is.
+        (false, ComputeType::F32) => weight.bytes(),
+        (false, ComputeType::Bf16) => 2 * rows * cols,
+    }
+}
+
 /// Where `beta` and `eps` of xIELU are absent.
 const XIELU_BETA: f32 = 0.5;
 const XIELU_EPS: f32 = -1e-6;
@@ -239,7 +281,7 @@ const PREFIXES: [&str; 4] = [
 ];
 const HEADS: [&str; 2] = ["lm_head.weight", "language_model.lm_head.weight"];
 /// The parts of wrappers that see and hear.
-const NOT_TEXT: [&str; 8] = [
+pub(super) const NOT_TEXT: [&str; 8] = [
     "vision_tower.",
     "multi_modal_projector.",
     "model.vision_tower.",
@@ -255,13 +297,15 @@ const BUFFER: &str = "rotary_emb.inv_freq";
 /// Takes tensors out of a checkpoint and notes all that is wrong on the way.
 pub(super) struct Finder<'a> {
     checkpoint: &'a Checkpoint,
+    /// Whether linears may be int8 in the file.
+    int8: bool,
     prefix: &'static str,
     used: HashSet<String>,
     problems: Vec<String>,
 }
 
 impl<'a> Finder<'a> {
-    pub(super) fn new(checkpoint: &'a Checkpoint) -> Self {
+    pub(super) fn new(checkpoint: &'a Checkpoint, int8: bool) -> Self {
         let is_there = |prefix: &&&str| {
             ["norm.weight", "embed_tokens.weight"]
                 .iter()
@@ -269,6 +313,7 @@ impl<'a> Finder<'a> {
         };
         Finder {
             checkpoint,
+            int8,
             prefix: PREFIXES.iter().find(is_there).unwrap_or(&PREFIXES[0]),
             used: HashSet::new(),
             problems: Vec::new(),
@@ -278,10 +323,17 @@ impl<'a> Finder<'a> {
     /// `None` if anything is missing; then `problems` says what.
     fn model(&mut self, config: &ModelConfig) -> Option<HostModel> {
         let h = config.hidden_size;
-        let head_name = HEADS
-            .into_iter()
-            .find(|name| self.checkpoint.tensor(name).is_some());
-        let head = head_name.map(|name| self.part(name, &[config.output_vocab_size, h]));
+        let head_name = HEADS.into_iter().find(|name| {
+            let packed = format!("{name}_packed");
+            [name, &packed.as_str()]
+                .map(|name| self.checkpoint.tensor(name))
+                .iter()
+                .any(Option::is_some)
+        });
+        let head = head_name.map(|name| {
+            let base = name.trim_end_matches(".weight");
+            self.linear_part(base, config.output_vocab_size, h)
+        });
         let embed_name = format!("{}embed_tokens.weight", self.prefix);
         // A head without an embedding serves as both.
         let head_is_embed = head.is_some() && self.checkpoint.tensor(&embed_name).is_none();
@@ -396,8 +448,28 @@ impl<'a> Finder<'a> {
         rows: usize,
         cols: usize,
     ) -> Option<WeightPart> {
-        let name = format!("{}{name}.weight", self.prefix);
-        self.part(&name, &[rows, cols])
+        let base = format!("{}{name}", self.prefix);
+        self.linear_part(&base, rows, cols)
+    }
+
+    /// A linear, which may be int8.
+    fn linear_part(&mut self, base: &str, rows: usize, cols: usize) -> Option<WeightPart> {
+        let int8 = if self.int8 {
+            int8_part(self.checkpoint, base, rows, cols)
+        } else {
+            None
+        };
+        match int8 {
+            None => self.part(&format!("{base}.weight"), &[rows, cols]),
+            Some(Ok((part, names))) => {
+                self.used.extend(names);
+                Some(part)
+            }
+            Some(Err(problem)) => {
+                self.problems.push(problem);
+                None
+            }
+        }
     }
 
     pub(super) fn vector(&mut self, name: &str, length: usize) -> Option<Vec<f32>> {
@@ -446,8 +518,10 @@ impl<'a> Finder<'a> {
     /// Complains about everything at once.
     pub(super) fn finish(mut self) -> Result<()> {
         for name in self.checkpoint.names() {
-            let ignored =
-                name.ends_with(BUFFER) || NOT_TEXT.iter().any(|part| name.starts_with(part));
+            let unused = self.int8 && UNUSED.iter().any(|end| name.ends_with(end));
+            let ignored = unused
+                || name.ends_with(BUFFER)
+                || NOT_TEXT.iter().any(|part| name.starts_with(part));
             if !ignored && !self.used.contains(name) {
                 let name = shown(name);
                 self.problems

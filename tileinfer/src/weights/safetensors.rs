@@ -64,6 +64,11 @@ impl Dtype {
         Self::NAMES[self as usize].2
     }
 
+    /// Its name in a header.
+    pub(super) fn header_name(self) -> &'static str {
+        Self::NAMES[self as usize].1
+    }
+
     fn from_header(name: &str) -> Option<Self> {
         let known = Self::NAMES.iter().find(|(_, known, _)| *known == name)?;
         Some(known.0)
@@ -82,7 +87,7 @@ impl Dtype {
 
 impl fmt::Display for Dtype {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(Self::NAMES[*self as usize].1)
+        f.write_str(self.header_name())
     }
 }
 
