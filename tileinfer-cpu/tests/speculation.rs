@@ -5,14 +5,17 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 
 use tileinfer::backend::ComputeType;
+use tileinfer::config::ModelConfig;
 use tileinfer::engine::{
     Ended, Engine, EngineOptions, Event, GenerationOptions, Request, StepLoop,
 };
-use tileinfer::runner::RunnerOptions;
+use tileinfer::model::{DecoderLM, LoadOptions, Quant};
+use tileinfer::runner::{ModelRunner, Runner, RunnerOptions};
 use tileinfer::sampling::SamplingParams;
 use tileinfer::spec::{DraftProposer, NgramProposer, SpecStats, Speculation};
 use tileinfer::testing::load;
 use tileinfer::tokenizer::Tokenizer;
+use tileinfer::weights::{Checkpoint, HostModel};
 use tileinfer_cpu::CpuBackend;
 
 /// Tokens of an answer: enough for several rounds, few enough for a test.
@@ -38,14 +41,32 @@ fn prompts() -> Vec<String> {
     all
 }
 
-fn runner(dir: &Path) -> Box<dyn tileinfer::runner::Runner> {
-    let options = RunnerOptions {
+/// Room for many short texts.
+fn options() -> RunnerOptions {
+    RunnerOptions {
         pages: 25 * 2,
         max_rows: 256,
         max_spans: 25,
         ..RunnerOptions::for_length(64)
+    }
+}
+
+fn runner(dir: &Path) -> Box<dyn Runner> {
+    let backend = CpuBackend::new(ComputeType::Bf16, 2);
+    Box::new(load(backend, dir, &options()))
+}
+
+/// The same model with int8 weights.
+fn int8_runner(dir: &Path) -> Box<dyn Runner> {
+    let backend = CpuBackend::new(ComputeType::Bf16, 2);
+    let config = ModelConfig::from_dir(dir).unwrap();
+    let host = HostModel::load(&config, &Checkpoint::open(dir).unwrap(), ComputeType::F32);
+    let load = LoadOptions {
+        quant: Quant::Int8,
+        ..LoadOptions::new(128)
     };
-    Box::new(load(CpuBackend::new(ComputeType::Bf16, 2), dir, &options))
+    let model = DecoderLM::load(&backend, &config, &host.unwrap(), &load, &mut |_, _| ());
+    Box::new(ModelRunner::new(backend, model.unwrap(), &options()).unwrap())
 }
 
 /// The answers to `prompts`, many at a time, and what speculation counted.
@@ -142,6 +163,15 @@ fn a_hundred_answers_are_those_of_plain_decoding() {
         stats.accepted > 100 && stats.accepted < stats.drafted,
         "{stats:?}"
     );
+
+    // Its int8 form is nearly always right.
+    let int8 = DraftProposer::new(int8_runner(&dir), 3, false).unwrap();
+    let steps = StepLoop::new(runner(&dir)).with_speculation(Speculation::new(int8));
+    let (found, stats) = answers(steps, &tokenizer, &prompts, true);
+    for (i, prompt) in prompts.iter().enumerate() {
+        assert_eq!(found[i], plain[i], "{prompt}");
+    }
+    assert!(stats.acceptance_rate() > 0.5, "{stats:?}");
 
     // A model that drafts for itself is always right, where nothing is drawn and nothing penalized.
     let few: Vec<String> = prompts.into_iter().step_by(8).collect();

@@ -148,7 +148,7 @@ impl DraftProposer {
 
     /// Runs what each text has not cached yet, as much of it as a step holds, and draws what follows those that
     /// are through. Texts that there are no pages for end here.
-    fn step(&mut self, texts: &mut Vec<Drafting>) -> Result<()> {
+    fn step(&mut self, texts: &mut [Drafting]) -> Result<()> {
         let limits = self.runner.limits();
         let (max_rows, max_spans) = (limits.max_rows, limits.max_spans);
         let mut batch = Batch::default();

@@ -98,15 +98,18 @@ impl Costs {
         })
     }
 
-    /// The time of drafting: measured, or that of fewer drafts, as if each took the same.
-    fn draft(&self, drafts: usize) -> f64 {
-        estimate(&self.drafting, drafts)
-            .unwrap_or_else(|[_, (known, seconds)]| seconds * drafts as f64 / known.max(1) as f64)
+    /// The time of drafting: measured, or that of fewer drafts. More may take no longer, as where a block is filled
+    /// in at once, or each as long as those before.
+    fn draft(&self, drafts: usize, hope: bool) -> f64 {
+        estimate(&self.drafting, drafts).unwrap_or_else(|[_, (known, seconds)]| match hope {
+            true => seconds,
+            false => seconds * drafts as f64 / known.max(1) as f64,
+        })
     }
 
     /// What it takes to draft and to verify `drafts` tokens of one text in a step that advances `texts`.
     fn price(&self, texts: usize, drafts: usize, hope: bool) -> f64 {
-        self.step(texts + drafts, hope) - self.step(texts, hope) + self.draft(drafts)
+        self.step(texts + drafts, hope) - self.step(texts, hope) + self.draft(drafts, hope)
     }
 
     /// The time of one token of a plain step of `texts` rows, if that has been seen.

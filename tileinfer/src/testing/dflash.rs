@@ -278,10 +278,13 @@ fn rounds<B: Backend>(
     assert!(compared > 0 || run.context != "c40", "{}", run.name);
 }
 
+/// Positions of anchors, and what was proposed after them.
+type Proposed = Arc<Mutex<Vec<(usize, Vec<u32>)>>>;
+
 /// [`DFlashProposer`] with what it proposed.
 struct Recording {
     inner: DFlashProposer,
-    proposed: Arc<Mutex<Vec<(usize, Vec<u32>)>>>,
+    proposed: Proposed,
 }
 
 impl Proposer for Recording {
@@ -324,7 +327,7 @@ fn answers<B: Backend>(expected: &Expected, load: &dyn Fn() -> ModelRunner<B>) {
         let context = expected.contexts.iter().find(|c| c.name == run.context);
         let prompt = &context.unwrap().prompt_ids;
         let runner = load();
-        let proposed = Arc::new(Mutex::new(Vec::new()));
+        let proposed = Proposed::default();
         let inner = DFlashProposer::new(&runner, Some(run.block_size - 1), false).unwrap();
         let recording = Recording {
             inner,
