@@ -19,7 +19,7 @@ use tileinfer::weights::{Checkpoint, HostModel};
 use tileinfer_cpu::CpuBackend;
 
 /// Tokens of an answer: enough for several rounds, few enough for a test.
-const TOKENS: usize = 12;
+const TOKENS: usize = 8;
 
 /// A hundred prompts that repeat themselves more or less.
 fn prompts() -> Vec<String> {
@@ -160,7 +160,7 @@ fn a_hundred_answers_are_those_of_plain_decoding() {
         assert_eq!(found[i], plain[i], "{prompt}");
     }
     assert!(
-        stats.accepted > 100 && stats.accepted < stats.drafted,
+        stats.accepted > 50 && stats.accepted < stats.drafted,
         "{stats:?}"
     );
 
