@@ -1,6 +1,7 @@
 //! What was typed. What it means is decided where it is used.
 
 mod sampling;
+mod spec;
 
 use std::path::PathBuf;
 
@@ -8,6 +9,7 @@ use clap::builder::{NonEmptyStringValueParser, RangedU64ValueParser};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 pub(crate) use sampling::SamplingArgs;
+pub(crate) use spec::{SpecArg, SpecArgs};
 
 /// Run language models on this machine: the same text every time.
 #[derive(Debug, Parser)]
@@ -264,6 +266,8 @@ pub(crate) struct RunArgs {
     pub(crate) prompt_ids: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) sampling: SamplingArgs,
+    #[command(flatten)]
+    pub(crate) spec: SpecArgs,
     /// Tokens to generate at most (default: to the end of the context)
     #[arg(long, short = 'n', value_name = "N", allow_negative_numbers = true)]
     pub(crate) max_tokens: Option<usize>,
@@ -478,6 +482,8 @@ pub(crate) struct ServeArgs {
     /// Requests that run at once
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = at_least_one())]
     pub(crate) max_sequences: usize,
+    #[command(flatten)]
+    pub(crate) spec: SpecArgs,
 }
 
 #[derive(Debug, Args)]
@@ -513,6 +519,8 @@ pub(crate) struct BenchArgs {
     /// Sequences at once
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one())]
     pub(crate) batch: usize,
+    #[command(flatten)]
+    pub(crate) spec: SpecArgs,
     /// Add a table of what each op takes
     #[arg(long)]
     pub(crate) profile: bool,

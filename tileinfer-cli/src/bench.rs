@@ -1,35 +1,67 @@
 //! `tileinfer bench`: prefill and decode against the ceilings of the machine, measured in the same run.
 
 use std::io::Write;
+use std::ops::ControlFlow;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use serde_json::json;
 use tileinfer::backend::{Count, Profile};
 use tileinfer::config::ModelConfig;
+use tileinfer::engine::GenerationOptions;
+use tileinfer::generate::generate;
 use tileinfer::kv::Sequence;
 use tileinfer::runner::{Batch, Input, Rows, Span, Want};
+use tileinfer::spec::SpecStats;
+use tileinfer::tokenizer::Tokenizer;
 
 use crate::args::BenchArgs;
 use crate::ceilings::Ceilings;
 use crate::models;
 use crate::open::{self, Opened, Purpose};
+use crate::speculate::{self, Speculating};
+use crate::usage;
 use crate::voice::Voice;
+
+/// Texts that repeat themselves: what n-grams are good at.
+const REPEATING: [(&str, &str); 3] = [
+    ("records", include_str!("../prompts/records.txt")),
+    ("code", include_str!("../prompts/code.txt")),
+    ("song", include_str!("../prompts/song.txt")),
+];
+
+/// Tokens that none of them is longer than.
+const REPEATING_TOKENS: usize = 512;
 
 pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
     let voice = Voice::new(args.voice);
+    let spec = Speculating::choose(&args.spec, args.hub, &voice)?;
+    if spec.is_some() && args.random.is_some() {
+        return Err(usage(
+            "--spec needs a model whose texts make sense, not --random",
+        ));
+    }
     let profile = Profile::default();
     let depth = args.depth.unwrap_or(args.prompt_tokens);
-    let length = (depth + args.gen_tokens).max(args.prompt_tokens) + 1;
+    let mut length = (depth + args.gen_tokens).max(args.prompt_tokens) + 1;
+    if spec.is_some() {
+        length = length.max(REPEATING_TOKENS + args.gen_tokens);
+    }
     let purpose = Purpose {
         sequences: args.batch,
         length: Some(length),
         profile: args.profile.then_some(&profile),
+        spec: spec.as_ref(),
     };
+    let mut tokenizer = None;
     let mut opened = match (&args.model, &args.random) {
         (Some(model), _) => {
             let dir = models::dir(model, None, args.hub)?;
+            if spec.is_some() {
+                tokenizer = Some(Tokenizer::from_dir(&dir)?);
+            }
             open::open(&dir, &args.place, purpose, &voice)?
         }
         (None, Some(name)) => {
@@ -43,9 +75,100 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
     let prefill_ops = profile.take();
     let decode = decode(&mut opened, args, depth, &voice, &profile)?;
     let decode_ops = profile.take();
+    let speculated = tokenizer.map(|tokenizer| speculated(&mut opened, args, &tokenizer, &voice));
+    let speculated = speculated.transpose()?.unwrap_or_default();
     let ceilings = before.best(&Ceilings::measure(&opened.device, opened.threads)?);
     let ops = [("prefill", prefill_ops), ("decode", decode_ops)];
-    report(args, &opened, prefill, decode, depth, &ceilings, &ops)
+    report(
+        args,
+        &opened,
+        prefill,
+        decode,
+        depth,
+        &ceilings,
+        &ops,
+        &speculated,
+    )
+}
+
+/// One repeating text, continued without drafts and with them.
+struct Speculated {
+    prompt: &'static str,
+    /// Seconds a token, without and with.
+    plain: f64,
+    with_drafts: f64,
+    stats: SpecStats,
+}
+
+impl Speculated {
+    fn speedup(&self) -> f64 {
+        self.plain / self.with_drafts
+    }
+}
+
+/// Continues each text of [`REPEATING`] greedily, in turns without drafts and with them; medians of the runs.
+fn speculated(
+    opened: &mut Opened,
+    args: &BenchArgs,
+    tokenizer: &Tokenizer,
+    voice: &Voice,
+) -> Result<Vec<Speculated>> {
+    let bar = voice.bar("speculation", (REPEATING.len() * (args.runs + 1)) as u64);
+    let mut all = Vec::new();
+    for (prompt, text) in REPEATING {
+        let ids = tokenizer.encode_prompt(text)?;
+        let ids = &ids[..ids.len().min(REPEATING_TOKENS)];
+        let (mut plain, mut with_drafts) = (Vec::new(), Vec::new());
+        let mut stats = SpecStats::default();
+        for run in 0..=args.runs {
+            let speculation = opened.steps.set_speculation(None);
+            let (seconds, expected, _) = continued(opened, ids, args.gen_tokens, tokenizer)?;
+            opened.steps.set_speculation(speculation);
+            let (fast, found, spec) = continued(opened, ids, args.gen_tokens, tokenizer)?;
+            if found != expected {
+                bail!("speculation changed the text of {prompt}. This is a bug");
+            }
+            // The first is to get warm.
+            if run > 0 {
+                plain.push(seconds);
+                with_drafts.push(fast);
+                stats = spec.unwrap_or_default();
+            }
+            bar.inc(1);
+        }
+        all.push(Speculated {
+            prompt,
+            plain: median(plain),
+            with_drafts: median(with_drafts),
+            stats,
+        });
+    }
+    bar.finish_and_clear();
+    Ok(all)
+}
+
+/// Seconds a token after the first, the tokens, and what speculation did.
+fn continued(
+    opened: &mut Opened,
+    ids: &[u32],
+    tokens: usize,
+    tokenizer: &Tokenizer,
+) -> Result<(f64, Vec<u32>, Option<SpecStats>)> {
+    let options = GenerationOptions {
+        sampling: Arc::default(),
+        seed: 0,
+        max_tokens: Some(tokens),
+        stop_ids: Arc::default(),
+        vocabulary: tokenizer.vocab_size(),
+        top_logprobs: None,
+    };
+    let sequence = opened.steps.new_sequence();
+    let on_token = &mut |_: &_| ControlFlow::Continue(());
+    let steps = &mut opened.steps;
+    let generated = generate(steps, sequence, ids, options, &mut |_| (), on_token)?;
+    let stats = generated.stats;
+    let seconds = stats.after_first.as_secs_f64() / (generated.tokens.len() - 1).max(1) as f64;
+    Ok((seconds, generated.tokens, stats.spec))
 }
 
 fn random_config(name: &str) -> Result<ModelConfig> {
@@ -187,6 +310,7 @@ fn report(
     depth: usize,
     ceilings: &Ceilings,
     ops: &[(&str, Vec<(String, Count)>)],
+    speculated: &[Speculated],
 ) -> Result<()> {
     let config = &opened.config;
     let limits = opened.steps.limits();
@@ -244,6 +368,17 @@ fn report(
             "runs": args.runs,
             "weights_bytes": opened.weights_bytes,
         });
+        if !speculated.is_empty() {
+            let texts = speculated.iter().map(|text| {
+                let mut object = speculate::json(&text.stats);
+                object["prompt"] = json!(text.prompt);
+                object["plain_tok_s"] = json!(1.0 / text.plain);
+                object["tok_s"] = json!(1.0 / text.with_drafts);
+                object["speedup"] = json!(text.speedup());
+                object
+            });
+            object["spec"] = texts.collect();
+        }
         if args.profile {
             let phases = ops.iter().map(|(phase, counts)| {
                 let rows: Vec<_> = counts.iter().map(|row| op_json(row, ceilings)).collect();
@@ -280,6 +415,17 @@ fn report(
         args.batch,
         step_seconds * 1e3
     )?;
+    for text in speculated {
+        writeln!(
+            out,
+            "{:9} {:8.1} tokens/s  {:.2} times plain; {:.2} tokens a step, {:.0} % of drafts accepted",
+            text.prompt,
+            1.0 / text.with_drafts,
+            text.speedup(),
+            text.stats.tokens_per_step(),
+            100.0 * text.stats.acceptance_rate()
+        )?;
+    }
     for (phase, counts) in ops.iter().filter(|_| args.profile) {
         let all: f64 = counts
             .iter()

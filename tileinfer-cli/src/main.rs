@@ -21,6 +21,7 @@ mod quantize;
 mod run;
 mod serve;
 mod show;
+mod speculate;
 mod tokenize;
 mod voice;
 

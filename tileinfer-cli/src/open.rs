@@ -9,7 +9,7 @@ use tileinfer::config::ModelConfig;
 use tileinfer::engine::StepLoop;
 use tileinfer::kv::{KeySmoothing, KvElement};
 use tileinfer::model::{
-    CALIBRATION_TEXT, CALIBRATION_TOKENS, DecoderLM, LoadOptions, Quant, calibrate,
+    CALIBRATION_TEXT, CALIBRATION_TOKENS, DFlashDrafter, DecoderLM, LoadOptions, Quant, calibrate,
 };
 use tileinfer::plan::MemoryPlan;
 use tileinfer::runner::{ModelRunner, Runner, RunnerOptions};
@@ -21,6 +21,7 @@ use crate::args::{DeviceArg, DtypeArg, KvCacheArg, PlaceArgs, QuantArg};
 #[cfg(feature = "cuda")]
 use crate::gpu::{self, Gpu};
 use crate::memory::{self, readable};
+use crate::speculate::{self, Drafter, Speculating};
 use crate::voice::Voice;
 
 /// Rows of one step on a CPU: more would not be faster.
@@ -143,16 +144,24 @@ pub(crate) struct Purpose<'a> {
     pub(crate) length: Option<usize>,
     /// Where to count what each op takes, if that is wanted.
     pub(crate) profile: Option<&'a Profile>,
+    /// Who drafts.
+    pub(crate) spec: Option<&'a Speculating>,
 }
 
-impl Purpose<'_> {
+impl<'a> Purpose<'a> {
     /// One sequence of `length` positions.
     pub(crate) fn one(length: Option<usize>) -> Self {
         Purpose {
             sequences: 1,
             length,
             profile: None,
+            spec: None,
         }
+    }
+
+    /// The same with drafts.
+    pub(crate) fn speculating(self, spec: Option<&'a Speculating>) -> Self {
+        Purpose { spec, ..self }
     }
 }
 
@@ -188,6 +197,8 @@ pub(crate) fn open(
         Quant::Int8 => ComputeType::F32,
         Quant::None => compute,
     };
+    let drafter = purpose.spec.map(|spec| spec.read(dir, &config, keep));
+    let drafter = drafter.transpose()?.flatten();
     let host = HostModel::load(&config, &checkpoint, keep)?;
     bar.finish_and_clear();
     if let Ok(Some(scheme)) = Int8Scheme::of(&config) {
@@ -216,6 +227,7 @@ pub(crate) fn open(
     let mut opened = place_model(
         config,
         &host,
+        drafter.as_ref(),
         device,
         place,
         &calibration,
@@ -258,6 +270,7 @@ pub(crate) fn open_random(
     let mut opened = place_model(
         config,
         &host,
+        None,
         device,
         place,
         &calibration,
@@ -302,6 +315,7 @@ type Calibration<'a> = dyn Fn() -> Result<Vec<u32>> + 'a;
 fn place_model(
     config: ModelConfig,
     host: &HostModel,
+    drafter: Option<&Drafter>,
     device: Device,
     place: &PlaceArgs,
     calibration: &Calibration<'_>,
@@ -312,7 +326,21 @@ fn place_model(
     let (threads, compute) = (threads(place), compute_type(place.dtype));
     let weights_bytes = host.loaded_bytes(compute, int8(place));
     let step_bytes = host.step_bytes(compute, int8(place));
-    let plan = device.memory_plan(&config, weights_bytes, place, purpose.sequences);
+    let mut plan = device.memory_plan(&config, weights_bytes, place, purpose.sequences);
+    if let Some(drafter) = drafter {
+        let (config, bytes) = drafter.size(compute, int8(place));
+        // A DFlash drafter's cache is never int8.
+        let kv_cache_dtype = match drafter {
+            Drafter::Model { .. } => place.kv_cache_dtype,
+            Drafter::DFlash { .. } => KvCacheArg::Auto,
+        };
+        let place = &PlaceArgs {
+            kv_cache_dtype,
+            ..place.clone()
+        };
+        let beside = device.memory_plan(config, bytes, place, purpose.sequences);
+        plan = speculate::together(plan, beside);
+    }
     let length = context_length(&config, &plan, place, purpose, available, voice)?;
     let per_sequence = length.div_ceil(tileinfer::kv::PAGE_SIZE);
     let options = RunnerOptions {
@@ -324,29 +352,38 @@ fn place_model(
     let load = Load {
         config: &config,
         host,
+        drafter,
         place,
         calibration,
         options: &options,
         max_length: length,
         voice,
     };
-    let runner = match &device {
-        Device::Cpu => {
-            let backend = CpuBackend::new(compute, threads);
-            load.maybe_profiled(backend, purpose.profile)?
-        }
-        Device::Reference => {
-            let backend = ReferenceBackend::new(compute);
-            load.maybe_profiled(backend, purpose.profile)?
-        }
-        #[cfg(feature = "cuda")]
-        Device::Cuda(_) if purpose.profile.is_some() => bail!(
-            "--profile times ops that have ended when they return, as on the CPU; for a GPU use NVIDIA's nsys"
-        ),
-        #[cfg(feature = "cuda")]
-        Device::Cuda(gpu) => load.runner(gpu.backend(compute))?,
-    };
-    let steps = StepLoop::new(runner);
+    let bring = |load: Load<'_>| load.to(&device, compute, threads, purpose.profile);
+    let runner = bring(load)?;
+    let speculation = purpose.spec.map(|spec| {
+        let draft = match drafter {
+            Some(Drafter::Model { config, host }) => {
+                // Smoothing factors in a file are those of the model itself.
+                let place = &PlaceArgs {
+                    kv_smoothing: None,
+                    ..place.clone()
+                };
+                Some(bring(Load {
+                    config,
+                    host,
+                    drafter: None,
+                    place,
+                    ..load
+                })?)
+            }
+            _ => None,
+        };
+        spec.speculation(runner.as_ref(), draft)
+    });
+    let speculation = speculation.transpose()?;
+    let mut steps = StepLoop::new(runner);
+    steps.set_speculation(speculation);
     let running = format!(
         "running on {}, a context of {length} tokens",
         steps.device()
@@ -367,9 +404,12 @@ fn place_model(
 }
 
 /// What is loaded, and how.
+#[derive(Clone, Copy)]
 struct Load<'a> {
     config: &'a ModelConfig,
     host: &'a HostModel,
+    /// A DFlash drafter goes beside the model; another one has a runner of its own.
+    drafter: Option<&'a Drafter>,
     place: &'a PlaceArgs,
     calibration: &'a Calibration<'a>,
     options: &'a RunnerOptions,
@@ -378,6 +418,26 @@ struct Load<'a> {
 }
 
 impl Load<'_> {
+    /// Weights, pages and buffers on `device`.
+    fn to(
+        &self,
+        device: &Device,
+        compute: ComputeType,
+        threads: usize,
+        profile: Option<&Profile>,
+    ) -> Result<Box<dyn Runner>> {
+        match device {
+            Device::Cpu => self.maybe_profiled(CpuBackend::new(compute, threads), profile),
+            Device::Reference => self.maybe_profiled(ReferenceBackend::new(compute), profile),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(_) if profile.is_some() => bail!(
+                "--profile times ops that have ended when they return, as on the CPU; for a GPU use NVIDIA's nsys"
+            ),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(gpu) => self.runner(gpu.backend(compute)),
+        }
+    }
+
     fn maybe_profiled<B: Backend>(
         &self,
         backend: B,
@@ -402,7 +462,20 @@ impl Load<'_> {
             int8_cache: self.smoothing(&backend, &model)?,
             ..self.options.clone()
         };
-        Ok(Box::new(ModelRunner::new(backend, model, &options)?))
+        let Some(Drafter::DFlash { config, host }) = self.drafter else {
+            return Ok(Box::new(ModelRunner::new(backend, model, &options)?));
+        };
+        let drafter = DFlashDrafter::load(
+            &backend,
+            config.clone(),
+            host,
+            self.config,
+            model.embedding.clone(),
+            model.head.clone(),
+            self.max_length,
+        )?;
+        let runner = ModelRunner::with_dflash(backend, model, drafter, &options)?;
+        Ok(Box::new(runner))
     }
 
     /// What the keys of an int8 cache are divided by; none: the cache is not int8.

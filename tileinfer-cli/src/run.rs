@@ -21,6 +21,7 @@ use crate::chat;
 use crate::files;
 use crate::models;
 use crate::open::{self, Opened, Purpose};
+use crate::speculate::{self, Speculating};
 use crate::usage;
 use crate::voice::{Voice, harmless};
 
@@ -106,7 +107,15 @@ fn answer_once(
         tokenizer,
         settings,
     } = model;
-    let purpose = Purpose::one(None);
+    let spec = Speculating::choose(&args.spec, args.model.name.hub, voice)?;
+    if let Some(spec) = &spec
+        && !args.raw
+        && args.prompt_ids.is_none()
+        && template(args, &dir)?.supports_thinking()
+    {
+        spec.warn_of_thinking((args.think || args.no_think).then_some(args.think), voice);
+    }
+    let purpose = Purpose::one(None).speculating(spec.as_ref());
     let mut opened = open::open(&dir, &args.model.place, purpose, voice)?;
     let options = GenerationOptions {
         sampling: Arc::new(settings.sampling.clone()),
@@ -180,7 +189,11 @@ fn answer_once(
             "the answer is cut off: the context of {limit} tokens is full (--ctx-size)"
         ));
     }
-    voice.detail(&statistics(&answer.generated.stats));
+    let stats = &answer.generated.stats;
+    if let Some(spec) = stats.spec.filter(|spec| spec.held_back > spec.steps) {
+        voice.note(&spec.describe());
+    }
+    voice.detail(&statistics(stats));
     Ok(())
 }
 
@@ -345,7 +358,7 @@ fn report(
 ) -> serde_json::Value {
     let generated = &answer.generated;
     let stats = &generated.stats;
-    json!({
+    let mut object = json!({
         "text": answer.text,
         "ids": generated.tokens,
         "finish_reason": generated.finish.as_str(),
@@ -362,12 +375,16 @@ fn report(
             "decode_tok_s": stats.decode_rate(),
         },
         "sampling": settings.json(),
-    })
+    });
+    if let Some(spec) = &stats.spec {
+        object["spec"] = speculate::json(spec);
+    }
+    object
 }
 
 /// One line of what an answer cost.
 pub(crate) fn statistics(stats: &GenerationStats) -> String {
-    format!(
+    let line = format!(
         "{} prompt tokens ({} from the cache) at {:.0} tokens/s, {} generated at {:.1} tokens/s, first after {:.2} s",
         stats.prompt_tokens,
         stats.cached_tokens,
@@ -375,5 +392,9 @@ pub(crate) fn statistics(stats: &GenerationStats) -> String {
         stats.completion_tokens,
         stats.decode_rate(),
         stats.to_first.as_secs_f64()
-    )
+    );
+    match stats.spec {
+        Some(spec) => format!("{line}\n{}", spec.describe()),
+        None => line,
+    }
 }

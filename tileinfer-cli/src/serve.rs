@@ -13,6 +13,7 @@ use tileinfer_server::{Model, ServeOptions};
 use crate::args::ServeArgs;
 use crate::models;
 use crate::open::{self, Device, Purpose};
+use crate::speculate::Speculating;
 use crate::voice::Voice;
 
 /// Rows of new prompts that a step of the CPU takes beside the next tokens of those who are answered already. A step
@@ -35,7 +36,8 @@ pub(crate) fn serve(args: &ServeArgs) -> Result<()> {
         .clone()
         .unwrap_or_else(|| usual_name(&name.model));
     let (place, sequences) = (args.model.place.clone(), args.max_sequences);
-    let load = move || load(&dir, served, &place, sequences, &voice);
+    let spec = Speculating::choose(&args.spec, name.hub, &voice)?;
+    let load = move || load(&dir, served, &place, sequences, spec.as_ref(), &voice);
     let ready = move |address| voice.note(&format!("listening on http://{address} (Ctrl-C stops)"));
     tileinfer_server::serve(options, load, ready)
 }
@@ -56,6 +58,7 @@ fn load(
     name: String,
     place: &crate::args::PlaceArgs,
     sequences: usize,
+    spec: Option<&Speculating>,
     voice: &Voice,
 ) -> Result<Model> {
     let tokenizer = Tokenizer::from_dir(dir)?;
@@ -68,6 +71,7 @@ fn load(
         sequences,
         length: None,
         profile: None,
+        spec,
     };
     let opened = open::open(dir, place, purpose, voice)?;
     let options = EngineOptions {

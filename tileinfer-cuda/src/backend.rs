@@ -1100,6 +1100,7 @@ impl Backend for CudaBackend {
                 token,
                 logprob: None,
                 top: Vec::new(),
+                drawn_from: None,
             }),
             _ => Err(Error::Bug(
                 "a row of logits holds no number to choose".to_owned(),

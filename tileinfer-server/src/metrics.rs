@@ -229,6 +229,16 @@ impl Collector for EngineCounts {
             engine.generated_tokens,
         )?;
         total(
+            "spec_decode_num_draft_tokens",
+            "Drafts verified",
+            engine.drafted_tokens,
+        )?;
+        total(
+            "spec_decode_num_accepted_tokens",
+            "Drafts that became part of an answer",
+            engine.accepted_tokens,
+        )?;
+        total(
             "prefix_cache_queries",
             "Tokens of prompts looked for in the prefix cache",
             engine.prompt_tokens,

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use crate::engine::{FinishReason, Generation, GenerationOptions, Planned, StepLoop};
 use crate::kv::Sequence;
 use crate::sampling::Sampled;
+use crate::spec::SpecStats;
 use crate::tokenizer::{DecodeStream, StopStrings, Tokenizer};
 use crate::{Error, Result};
 
@@ -43,6 +44,8 @@ pub struct GenerationStats {
     pub to_first: Duration,
     /// From the first token to the last.
     pub after_first: Duration,
+    /// What speculation did, where the loop speculates.
+    pub spec: Option<SpecStats>,
 }
 
 impl GenerationStats {
@@ -100,6 +103,7 @@ pub fn generate(
         completion_tokens: tokens.len(),
         to_first: first.map_or_else(|| start.elapsed(), |first| first - start),
         after_first: first.map_or(Duration::ZERO, |first| first.elapsed()),
+        spec: generation.spec_stats(),
     };
     let context_full =
         finish == FinishReason::Length && most.is_none_or(|most| tokens.len() < most);

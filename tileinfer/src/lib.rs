@@ -14,6 +14,7 @@ pub mod kv;
 pub mod model;
 pub mod runner;
 pub mod sampling;
+pub mod spec;
 pub mod engine;
 pub mod generate;
 pub mod eval;

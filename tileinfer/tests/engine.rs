@@ -11,7 +11,7 @@ use tileinfer::runner::{
     Batch, FakeOptions, FakeRunner, Input, Rows, Runner, RunnerLimits, Span, StepOutput, Ticket,
     Want,
 };
-use tileinfer::sampling::{RowSampler, SamplingParams, TokenCounts};
+use tileinfer::sampling::{Draw, RowSampler, SamplingParams, TokenCounts};
 use tileinfer::testing::Numbers;
 use tileinfer::{Error, ErrorKind, Result};
 
@@ -63,6 +63,7 @@ fn plain(
             position: tokens.len() as u64,
             vocabulary: options.vocabulary,
             top_logprobs: None,
+            draw: Draw::Token,
         };
         let want = Want {
             rows: Rows::Last,

@@ -138,7 +138,7 @@ fn filters_give_the_reference_distributions() {
                 .for_each(|&id| counts.push_output(id));
             let mut row = SampleRow::new(&params, 1, 2);
             row.counts = Some(&counts);
-            row.extra = &output[committed..];
+            row.drafts = &output[committed..];
             let got = distribution(&row, &logits, &mut scratch).unwrap();
             if case["tie"] == true && !params.is_greedy() {
                 let mut expected: Vec<f64> = probs.iter().copied().filter(|&p| p > 0.0).collect();

@@ -483,6 +483,7 @@ fn rates_are_of_the_tokens_that_ran() {
         completion_tokens: 41,
         to_first: Duration::from_millis(500),
         after_first: Duration::from_secs(4),
+        spec: None,
     };
     assert_eq!((stats.prefill_rate(), stats.decode_rate()), (200.0, 10.0));
     let none = GenerationStats::default();

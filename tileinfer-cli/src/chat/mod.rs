@@ -21,6 +21,7 @@ use tileinfer::session::{Reply, Session, SessionOptions};
 use crate::args::RunArgs;
 use crate::open::{self, Purpose};
 use crate::run::{self, Model};
+use crate::speculate::Speculating;
 use crate::voice::{Voice, say};
 use command::Command;
 use input::{Input, Typed};
@@ -47,7 +48,14 @@ pub(crate) fn chat(model: &Model, args: &RunArgs, voice: Voice) -> Result<()> {
         max_tokens: args.max_tokens,
         thinking: run::thinking(args, &template, &voice),
     };
-    let purpose = Purpose::one(None);
+    let spec = Speculating::choose(&args.spec, args.model.name.hub, &voice)?;
+    if let Some(spec) = &spec
+        && !raw
+        && template.supports_thinking()
+    {
+        spec.warn_of_thinking(options.thinking, &voice);
+    }
+    let purpose = Purpose::one(None).speculating(spec.as_ref());
     let opened = open::open(&model.dir, &args.model.place, purpose, &voice)?;
     let mut session = Session::new(opened.steps, tokenizer, template, options);
     session.set_system(args.system.clone());

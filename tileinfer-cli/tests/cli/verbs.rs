@@ -369,6 +369,67 @@ fn doctor_has_a_remedy_for_each_thing_missing() {
 }
 
 #[test]
+fn drafts_change_no_token() {
+    let models = model("qwen3").join("../../dflash/models");
+    let path = |name: &str| models.join(name).to_str().unwrap().to_owned();
+    let (target, drafter) = (path("qwen3-6l"), path("qwen3-6l-dflash-b8"));
+    let answer = |more: &[&str]| {
+        let prompt = ["run", &target, "Once upon", "--raw", "--json", "-n", "40"];
+        let same = ["--dtype", "f32", "--temperature", "0.7", "--seed", "9"];
+        json(&[&prompt[..], &same, more].concat())
+    };
+    let plain = answer(&[]);
+    assert_eq!(plain.get("spec"), None);
+    for more in [
+        &["--spec", "ngram"][..],
+        &["--spec", "auto"],
+        &["--spec", "draft", "--draft-model", &target],
+        &["--spec", "dflash", "--draft-model", &drafter],
+        &["--draft-model", &drafter, "--num-draft-tokens", "3"],
+    ] {
+        let found = answer(more);
+        assert_eq!(found["ids"], plain["ids"], "{more:?}");
+        let count = |name: &str| found["spec"][name].as_u64().unwrap();
+        assert!(count("accepted") <= count("drafted"), "{found}");
+        if more.contains(&"draft") {
+            assert!(count("accepted") > 20 / 2, "it drafts for itself: {found}");
+        }
+    }
+    // Drawn drafts make another text of the same distribution; a greedy one stays.
+    let drawn = answer(&[
+        "--spec",
+        "dflash",
+        "--draft-model",
+        &drafter,
+        "--draft-sample",
+    ]);
+    assert_eq!(drawn["ids"].as_array().unwrap().len(), 40);
+
+    let refused = |draft: &str, how: &str| {
+        let done = run(&[
+            "run",
+            &target,
+            "x",
+            "--raw",
+            "--spec",
+            how,
+            "--draft-model",
+            draft,
+        ]);
+        assert_eq!(done.code, Some(1), "{done:?}");
+        done.err
+    };
+    let message = refused(&path("qwen3-8l"), "draft");
+    assert!(message.contains("another vocabulary"), "{message}");
+    let message = refused(&path("qwen3-8l-dflash-b16"), "dflash");
+    assert!(message.contains("num_target_layers"), "{message}");
+    let message = refused(&drafter, "draft");
+    assert!(message.contains("--spec dflash"), "{message}");
+    let message = refused(&path("qwen3-8l"), "dflash");
+    assert!(message.contains("num_target_layers"), "{message}");
+}
+
+#[test]
 fn int8_in_every_way() {
     let model = qwen3();
     let folder = tempfile::tempdir().unwrap();

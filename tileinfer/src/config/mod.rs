@@ -6,6 +6,7 @@
 //! is computed; the one formula here is RoPE's frequencies, because they follow from the configuration alone.
 
 mod builtin;
+mod dflash;
 mod fields;
 mod read;
 mod rope;
@@ -13,6 +14,7 @@ mod rope;
 use crate::weights::Dtype;
 use serde::Serialize;
 
+pub use dflash::DFlashConfig;
 pub use rope::{QueryScale, Rope, RopeKind};
 
 /// The resolved hyperparameters of a language model (the text half, if the model also sees or hears).

@@ -255,7 +255,7 @@ impl ModelConfig {
     }
 }
 
-fn read_text(path: &Path) -> Result<Option<String>> {
+pub(super) fn read_text(path: &Path) -> Result<Option<String>> {
     let file = match std::fs::File::open(path) {
         Ok(file) => file,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
@@ -276,7 +276,7 @@ fn read_text(path: &Path) -> Result<Option<String>> {
         .map_err(|error| Error::bad_model(path, format!("not UTF-8 text: {error}")))
 }
 
-fn parse(text: &str, path: &Path) -> Result<Value> {
+pub(super) fn parse(text: &str, path: &Path) -> Result<Value> {
     serde_json::from_str(text)
         .map_err(|error| Error::bad_model(path, format!("not valid JSON: {error}")))
 }

@@ -526,6 +526,7 @@ impl Worker {
             if let Some(rows) = self.find_pages(share.id, share.rows)?
                 && let Some(slot) = self.slot(share.id)
             {
+                self.find_pages_for_drafts(slot, rows)?;
                 plan.push(Planned {
                     slot,
                     rows,
@@ -541,6 +542,14 @@ impl Worker {
                 continue;
             };
             self.remember(id);
+            let metrics = &self.shared.metrics;
+            add(&metrics.drafted_tokens, advance.drafted);
+            if advance.drafted > 0 {
+                add(
+                    &metrics.accepted_tokens,
+                    advance.tokens.len().saturating_sub(1),
+                );
+            }
             self.deliver(id, advance.tokens, advance.finish);
         }
         Ok(())
@@ -679,6 +688,25 @@ impl Worker {
         }
     }
 
+    /// Pages for what may be drafted behind `rows` rows, if the prefix cache can spare them: nobody gives way
+    /// for drafts.
+    fn find_pages_for_drafts(&mut self, slot: Slot, rows: usize) -> Result<()> {
+        let drafts = self.steps.drafts_wanted(slot);
+        if drafts == 0 {
+            return Ok(());
+        }
+        let result = match self.steps.reserve(slot, rows + drafts) {
+            Err(Error::OutOfPages { needed, free }) if self.cache.evict(needed - free) > 0 => {
+                self.steps.reserve(slot, rows + drafts)
+            }
+            result => result,
+        };
+        match result {
+            Err(Error::OutOfPages { .. }) => Ok(()),
+            result => result,
+        }
+    }
+
     fn preempt(&mut self, id: RequestId) -> Result<()> {
         let slot = self
             .slot(id)
@@ -721,33 +749,41 @@ impl Worker {
     }
 
     /// Tells a request its new tokens, and ends it if they end it.
-    fn deliver(&mut self, id: RequestId, tokens: Vec<Sampled>, finish: Option<FinishReason>) {
+    fn deliver(&mut self, id: RequestId, mut tokens: Vec<Sampled>, finish: Option<FinishReason>) {
         let Some(request) = self.requests.get_mut(&id) else {
             return;
         };
         let Place::Running(slot) = request.place else {
             return;
         };
-        let Some(generation) = self.steps.get(slot) else {
+        let Some(generation) = self.steps.get_mut(slot) else {
             return;
         };
         if tokens.is_empty() {
             return;
         }
-        add(&self.shared.metrics.generated_tokens, tokens.len());
-        if generation.generated().len() == tokens.len() {
+        let before = generation.generated().len() - tokens.len();
+        if before == 0 {
             request.times.to_first = request.arrived.elapsed();
         }
-        let ends = |token: &Sampled| generation.options.stop_ids.contains(&token.token);
+        let stop_ids = generation.options.stop_ids.clone();
+        let ends = |token: &Sampled| stop_ids.contains(&token.token);
         let mut shown = String::new();
         let mut stopped = false;
         if let Some(text) = &mut request.text {
-            for token in tokens.iter().filter(|token| !ends(token)) {
+            for (i, token) in tokens.iter().enumerate().filter(|(_, token)| !ends(token)) {
                 let piece = text.stops.push(&text.stream.push(token.token));
                 shown.push_str(&piece.text);
-                stopped |= piece.stopped;
+                if piece.stopped {
+                    // Drafts may have brought more than was wanted.
+                    stopped = true;
+                    generation.end_after(before + i + 1, FinishReason::Stop);
+                    tokens.truncate(i + 1);
+                    break;
+                }
             }
         }
+        add(&self.shared.metrics.generated_tokens, tokens.len());
         if let Some(constraint) = &mut request.constraint {
             let accepted = tokens
                 .iter()
@@ -820,6 +856,7 @@ impl Worker {
             cached_tokens: generation.cached_tokens(),
             completion_tokens: generation.generated().len(),
             times: request.times,
+            spec: generation.spec_stats(),
         };
         self.end(id, Ended::Finished(finished));
     }

@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use crate::kv::{PageCopy, Sequence};
-use crate::sampling::{RowSampler, SamplingParams, TokenCounts, TokenMask};
+use crate::sampling::{Draw, RowSampler, SamplingParams, TokenCounts, TokenMask};
+use crate::spec::{Pace, SpecStats};
 use crate::{Error, Result};
 
 /// Why an answer ended.
@@ -64,6 +65,8 @@ pub struct Generation {
     mask: Option<Arc<TokenMask>>,
     pub(super) finish: Option<FinishReason>,
     pub(super) options: GenerationOptions,
+    /// What drafts bring it, where the loop speculates.
+    pub(super) pace: Option<Pace>,
     limit: usize,
 }
 
@@ -103,6 +106,7 @@ impl Generation {
                 None
             },
             options,
+            pace: None,
             limit,
         })
     }
@@ -226,20 +230,35 @@ impl Generation {
             return known;
         }
         let successor = self.launched + 1;
-        let depends = self.counts.is_some() || self.mask.is_some();
+        let depends = self.counts.is_some() || self.mask.is_some() || self.waits_to_draft();
         usize::from(self.awaits && !depends && successor < self.limit)
     }
 
-    /// Whether drafts can be verified behind its next row: that is its last token, and it is known.
+    /// Whether its next token is to be known before the one after it, so that drafts can follow it.
+    fn waits_to_draft(&self) -> bool {
+        let generated = self.tokens.len() - self.prompt_tokens;
+        self.mask.is_none() && self.pace.as_ref().is_some_and(|pace| pace.waits(generated))
+    }
+
+    /// Whether drafts can be verified behind its next row: that is its last token, it is known, and no grammar
+    /// has to be asked in between.
     pub fn takes_drafts(&self) -> bool {
-        self.finish.is_none() && self.launched + 1 == self.tokens.len()
+        self.finish.is_none() && self.mask.is_none() && self.launched + 1 == self.tokens.len()
+    }
+
+    /// What speculation did for it, where the loop speculates.
+    pub fn spec_stats(&self) -> Option<SpecStats> {
+        self.pace.as_ref().map(|pace| pace.stats)
     }
 
     /// Those of `drafts` that can become part of the answer: the token after them is one more.
     pub(super) fn useful<'a>(&self, drafts: &'a [u32]) -> &'a [u32] {
-        &drafts[..drafts
-            .len()
-            .min(self.limit.saturating_sub(self.tokens.len() + 1))]
+        &drafts[..drafts.len().min(self.room_for_drafts())]
+    }
+
+    /// Drafts that can become part of the answer at most.
+    pub(super) fn room_for_drafts(&self) -> usize {
+        self.limit.saturating_sub(self.tokens.len() + 1)
     }
 
     /// Whether the next row is the token that a step in flight will bring.
@@ -258,6 +277,7 @@ impl Generation {
             position: position as u64,
             vocabulary: self.options.vocabulary,
             top_logprobs: self.options.top_logprobs,
+            draw: Draw::Token,
         }
     }
 

@@ -40,6 +40,10 @@ metrics! {
     cached_tokens,
     /// Tokens generated.
     generated_tokens,
+    /// Drafts verified.
+    drafted_tokens,
+    /// Of these, those that became part of an answer.
+    accepted_tokens,
     /// Requests that gave up their pages to older ones.
     preemptions,
     /// Answers that ended with an end token or a stop string.

@@ -9,6 +9,7 @@ use super::engine::Message;
 use super::generation::{FinishReason, GenerationOptions};
 use super::scheduler::RequestId;
 use crate::sampling::{Sampled, TokenMask};
+use crate::spec::SpecStats;
 use crate::{Error, Result};
 
 /// Which tokens may come next, as a text under a grammar grows. It is called on the engine's thread, between
@@ -92,6 +93,8 @@ pub struct Finished {
     pub completion_tokens: usize,
     /// When it happened.
     pub times: RequestTimes,
+    /// What speculation did, where the engine speculates.
+    pub spec: Option<SpecStats>,
 }
 
 /// Times of one request, each from its arrival on.

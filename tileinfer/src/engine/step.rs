@@ -2,11 +2,13 @@
 //! steps are in flight; a token that has not been read yet is fed to the next step on the device.
 
 use std::collections::VecDeque;
+use std::time::Duration;
 
 use super::generation::{FinishReason, Generation};
 use crate::kv::{PagePool, Sequence};
 use crate::runner::{Batch, Input, Rows, Runner, RunnerLimits, Span, Ticket, Want};
-use crate::sampling::Sampled;
+use crate::sampling::{Draw, Sampled};
+use crate::spec::{Ask, Drafts, Moment, Pace, Round, Speculation};
 use crate::{Error, Result};
 
 /// Names a generation in a [`StepLoop`].
@@ -24,7 +26,8 @@ pub struct Planned {
     /// How many of its [`Generation::ready_rows`].
     pub rows: usize,
     /// Tokens that may follow, to be verified in the same step. Only where it [takes drafts](Generation::takes_drafts); those that
-    /// could not become part of the answer, because it ends before them, are left out.
+    /// could not become part of the answer, because it ends before them, are left out. Where there are none and
+    /// the loop speculates, its proposer is asked.
     pub drafts: Vec<u32>,
 }
 
@@ -48,12 +51,24 @@ pub struct StepLoop {
     slots: Vec<Option<(u64, Generation)>>,
     serial: u64,
     flight: VecDeque<InFlight>,
+    speculation: Option<Speculation>,
+    /// When a step was last committed, by the speculation's clock.
+    committed: Duration,
 }
 
 /// A step that has been launched and not read.
 struct InFlight {
     ticket: Ticket,
     spans: Vec<SpanInFlight>,
+    timing: Option<Timing>,
+}
+
+/// What is known of a step's time when it is launched, where the loop speculates.
+#[derive(Clone, Copy)]
+struct Timing {
+    launched: Duration,
+    /// Seconds that drafting took before.
+    drafting: f64,
 }
 
 struct SpanInFlight {
@@ -87,7 +102,25 @@ impl StepLoop {
             slots: Vec::new(),
             serial: 0,
             flight: VecDeque::new(),
+            speculation: None,
+            committed: Duration::ZERO,
         }
+    }
+
+    /// Verifies what a proposer says may follow, wherever a plan has no drafts of its own.
+    pub fn with_speculation(mut self, speculation: Speculation) -> Self {
+        self.speculation = Some(speculation);
+        self
+    }
+
+    /// Speculates by `speculation` from now on, or not at all; gives back how it did before.
+    pub fn set_speculation(&mut self, speculation: Option<Speculation>) -> Option<Speculation> {
+        std::mem::replace(&mut self.speculation, speculation)
+    }
+
+    /// Whether it speculates.
+    pub fn speculates(&self) -> bool {
+        self.speculation.is_some()
     }
 
     /// What the runner can hold and do.
@@ -124,7 +157,10 @@ impl StepLoop {
     }
 
     /// Takes a generation in.
-    pub fn admit(&mut self, generation: Generation) -> Slot {
+    pub fn admit(&mut self, mut generation: Generation) -> Slot {
+        if self.speculates() {
+            generation.pace.get_or_insert_with(Pace::new);
+        }
         self.serial += 1;
         let index = self
             .slots
@@ -163,6 +199,9 @@ impl StepLoop {
     /// writes to may be handed on at once, since later steps run after it.
     pub fn remove(&mut self, slot: Slot) -> Option<Generation> {
         self.get(slot)?;
+        if let Some(speculation) = &mut self.speculation {
+            speculation.proposer.forget(slot.serial);
+        }
         self.slots[slot.index]
             .take()
             .map(|(_, generation)| generation)
@@ -183,6 +222,125 @@ impl StepLoop {
         };
         generation.copies.extend(copies);
         Ok(())
+    }
+
+    /// Drafts that a generation may be given in its next step: rows that are worth having pages for.
+    pub fn drafts_wanted(&self, slot: Slot) -> usize {
+        let (Some(speculation), Some(generation)) = (&self.speculation, self.get(slot)) else {
+            return 0;
+        };
+        match generation.takes_drafts() {
+            true => speculation
+                .proposer
+                .most()
+                .min(generation.room_for_drafts()),
+            false => 0,
+        }
+    }
+
+    /// What may follow each part of `plan`, and the seconds it took to say so. A part whose drafts there are no
+    /// rows or pages for has none.
+    fn draft(&mut self, plan: &[Planned]) -> Result<(Vec<Drafts>, f64)> {
+        let own = |planned: &Planned| Drafts {
+            tokens: planned.drafts.clone(),
+            ..Drafts::default()
+        };
+        let mut drafts: Vec<Drafts> = plan.iter().map(own).collect();
+        let takes = |steps: &Self, planned: &Planned| match planned.drafts.is_empty() {
+            true => steps.drafts_wanted(planned.slot),
+            false => 0,
+        };
+        let wanted: Vec<usize> = plan.iter().map(|planned| takes(self, planned)).collect();
+        if wanted.iter().all(|&most| most == 0) {
+            return Ok((drafts, 0.0));
+        }
+        let used = |planned: &Planned| planned.rows + planned.drafts.len();
+        let rows = plan.iter().map(used).sum();
+        let mut left = self.limits().max_rows.saturating_sub(rows);
+        let mut others = wanted.iter().filter(|&&most| most > 0).count();
+        let texts = plan.iter().filter(|planned| planned.rows == 1).count();
+        let mut asked: Vec<(usize, usize)> = Vec::new();
+        for (i, &most) in wanted.iter().enumerate().filter(|&(_, &most)| most > 0) {
+            let most = most.min(left / others);
+            others -= 1;
+            let most = self.worth_drafting(plan[i].slot, texts, most);
+            if most == 0 {
+                continue;
+            }
+            match self.reserve(plan[i].slot, 1 + most) {
+                Ok(()) => asked.push((i, most)),
+                Err(Error::OutOfPages { .. }) => continue,
+                Err(error) => return Err(error),
+            }
+            left -= most;
+        }
+        let StepLoop {
+            runner,
+            slots,
+            speculation: Some(speculation),
+            ..
+        } = self
+        else {
+            return Ok((drafts, 0.0));
+        };
+        let ask = |&(i, most): &(usize, usize)| {
+            let slot = plan[i].slot;
+            let (_, generation) = slots[slot.index].as_ref()?;
+            Some(Ask {
+                id: slot.serial,
+                tokens: &generation.tokens,
+                most,
+                table: generation.sequence.table(),
+                sampler: generation.sampler(generation.tokens.len(), &[]),
+            })
+        };
+        let asks: Vec<Ask<'_>> = asked.iter().filter_map(ask).collect();
+        if asks.is_empty() {
+            return Ok((drafts, 0.0));
+        }
+        let start = (speculation.clock)();
+        let proposed = speculation.proposer.propose(runner.as_mut(), &asks)?;
+        let seconds = ((speculation.clock)() - start).as_secs_f64();
+        if proposed.len() != asks.len() {
+            return Err(Error::Bug(format!(
+                "{} texts have drafts where {} were asked about",
+                proposed.len(),
+                asks.len()
+            )));
+        }
+        let share = seconds / asks.len() as f64;
+        for (&(i, most), mut proposed) in asked.iter().zip(proposed) {
+            proposed.tokens.truncate(most);
+            if proposed.read <= most + 1 {
+                speculation.costs.drafting_took(most, share);
+            }
+            drafts[i] = proposed;
+        }
+        Ok((drafts, seconds))
+    }
+
+    /// How many of `most` drafts to ask for.
+    fn worth_drafting(&mut self, slot: Slot, texts: usize, most: usize) -> usize {
+        let StepLoop {
+            slots, speculation, ..
+        } = self;
+        let generation = slots[slot.index].as_mut();
+        let Some((speculation, (_, generation))) = speculation.as_ref().zip(generation) else {
+            return 0;
+        };
+        let generated = generation.generated().len();
+        match &mut generation.pace {
+            Some(pace) if speculation.adapts => {
+                let moment = Moment {
+                    texts,
+                    most,
+                    generated,
+                };
+                pace.choose(moment, &speculation.costs)
+            }
+            Some(_) => most,
+            None => 0,
+        }
     }
 
     /// Launches what `plan` says (nothing for an empty plan) and commits the oldest step in flight, if there
@@ -216,15 +374,16 @@ impl StepLoop {
                 planned.rows + generation.useful(&planned.drafts).len(),
             )?;
         }
+        let (drafts, drafting) = self.draft(plan)?;
         // Where each generation's token stands among the samples of the step before.
         let newest = self.flight.back().map_or(&[][..], |step| &step.spans);
         let sampling: Vec<Slot> = newest
             .iter()
             .flat_map(|span| std::iter::repeat_n(span.slot, span.samples()))
             .collect();
-        for Planned { slot, rows, drafts } in plan {
+        for (Planned { slot, rows, .. }, proposed) in plan.iter().zip(&drafts) {
             let generation = self.get(*slot).ok_or_else(|| unknown(*slot))?;
-            let drafts = generation.useful(drafts);
+            let drafts = generation.useful(&proposed.tokens);
             if *rows == 0 || *rows > generation.ready_rows() {
                 return Err(Error::Bug(format!(
                     "{rows} rows planned where {} are ready",
@@ -243,9 +402,15 @@ impl StepLoop {
                     Input::Ids([&generation.tokens[start..end], drafts].concat())
                 };
             let want = if samples {
-                let sample = (0..=drafts.len())
-                    .map(|i| generation.sampler(end + i, &drafts[..i]))
-                    .collect();
+                let sample = (0..=drafts.len()).map(|i| {
+                    let mut sampler = generation.sampler(end + i, &drafts[..i]);
+                    if let Some((&draft, from)) = drafts.get(i).zip(proposed.drawn_from.get(i)) {
+                        let from = from.clone();
+                        sampler.draw = Draw::Verify { draft, from };
+                    }
+                    sampler
+                });
+                let sample = sample.collect();
                 let rows = if drafts.is_empty() {
                     Rows::Last
                 } else {
@@ -281,6 +446,10 @@ impl StepLoop {
                 epoch,
             });
         }
+        let timing = self.speculation.as_ref().map(|speculation| Timing {
+            launched: (speculation.clock)(),
+            drafting,
+        });
         let ticket = self.runner.launch(&batch)?;
         for span in &spans {
             if let Some(generation) = self.get_mut(span.slot) {
@@ -290,7 +459,11 @@ impl StepLoop {
                 generation.awaits = span.samples && span.drafts.is_empty();
             }
         }
-        self.flight.push_back(InFlight { ticket, spans });
+        self.flight.push_back(InFlight {
+            ticket,
+            spans,
+            timing,
+        });
         Ok(())
     }
 
@@ -310,6 +483,10 @@ impl StepLoop {
                 return Err(error);
             }
         };
+        let texts = step.spans.iter().filter(|span| span.rows == 1).count();
+        let seconds = step
+            .timing
+            .and_then(|timing| self.step_took(&step.spans, timing));
         let mut advances = Vec::with_capacity(step.spans.len());
         for (span, output) in step.spans.into_iter().zip(output.spans) {
             let is_newest = !self
@@ -344,6 +521,9 @@ impl StepLoop {
                 generation.awaits = false;
             }
             let finish = generation.finish;
+            if span.samples {
+                self.observe(&span, tokens.len(), texts, seconds);
+            }
             advances.push(Advance {
                 slot: span.slot,
                 tokens,
@@ -352,6 +532,48 @@ impl StepLoop {
             });
         }
         Ok(advances)
+    }
+}
+
+impl StepLoop {
+    /// Takes note of the time of a step that has been read, if it tells something: all its rows decode. Gives
+    /// back the seconds it took, drafting included.
+    fn step_took(&mut self, spans: &[SpanInFlight], timing: Timing) -> Option<f64> {
+        let speculation = self.speculation.as_mut()?;
+        let now = (speculation.clock)();
+        // A step that was launched while another ran began when that one ended.
+        let began = timing.launched.max(self.committed);
+        self.committed = now;
+        if spans.iter().any(|span| span.rows > 1 || !span.samples) {
+            return None;
+        }
+        let rows = spans.iter().map(SpanInFlight::samples).sum();
+        let seconds = now.saturating_sub(began).as_secs_f64();
+        speculation.costs.step_took(rows, seconds);
+        Some(seconds + timing.drafting)
+    }
+
+    /// Takes note of what a step brought one generation.
+    fn observe(&mut self, span: &SpanInFlight, tokens: usize, texts: usize, seconds: Option<f64>) {
+        let StepLoop {
+            slots, speculation, ..
+        } = self;
+        let generation = slots[span.slot.index].as_mut();
+        let Some((speculation, (_, generation))) = speculation.as_ref().zip(generation) else {
+            return;
+        };
+        let generated = generation.generated().len() - tokens;
+        if let Some(pace) = &mut generation.pace {
+            let round = Round {
+                drafted: span.drafts.len(),
+                accepted: tokens.saturating_sub(1),
+                tokens,
+                generated,
+                texts,
+                seconds: seconds.map(|seconds| seconds / texts.max(1) as f64),
+            };
+            pace.observe(round, &speculation.costs);
+        }
     }
 }
 

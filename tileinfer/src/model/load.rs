@@ -2,7 +2,7 @@
 
 use crate::backend::{Activation, AttentionShape, Backend, ComputeType, Mask, RopeTable};
 use crate::config::{Activation as ConfigActivation, ModelConfig};
-use crate::weights::{HostModel, Weight};
+use crate::weights::{HostLayer, HostModel, Weight};
 use crate::{Error, Result};
 
 /// A linear map on a device.
@@ -64,6 +64,15 @@ pub struct DecoderLM<B: Backend> {
     max_length: usize,
 }
 
+/// What stands at both ends of a decoder, on a device.
+pub(super) struct Tables<B: Backend> {
+    pub(super) embedding: B::Weight,
+    /// Rows of the embedding.
+    pub(super) vocabulary: usize,
+    pub(super) head: B::Weight,
+    pub(super) head_rows: usize,
+}
+
 /// What happens to the linear weights on the way to the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Quant {
@@ -86,6 +95,25 @@ pub struct LoadOptions {
     pub quant: Quant,
 }
 
+/// A matrix in the compute type.
+pub(super) fn plain<B: Backend>(backend: &B, weight: &Weight) -> Result<B::Weight> {
+    backend.load_weight(&weight.to_dtype(backend.compute_type()))
+}
+
+/// The matrix of a linear. A device takes it in one type: where a checkpoint has some parts in int8, all become
+/// that.
+pub(super) fn linear_weight<B: Backend>(
+    backend: &B,
+    weight: &Weight,
+    quant: Quant,
+) -> Result<B::Weight> {
+    if quant == Quant::Int8 || weight.has_int8() {
+        backend.load_int8(weight)
+    } else {
+        plain(backend, weight)
+    }
+}
+
 impl LoadOptions {
     /// For sequences of up to `max_length` positions, weights as they are.
     pub fn new(max_length: usize) -> Self {
@@ -106,21 +134,41 @@ impl<B: Backend> DecoderLM<B> {
         options: &LoadOptions,
         progress: &mut dyn FnMut(usize, usize),
     ) -> Result<Self> {
+        let embedding = plain(backend, &host.embed)?;
+        let head = match (&host.head, options.quant) {
+            (Some(head), _) => linear_weight(backend, head, options.quant)?,
+            (None, Quant::Int8) => linear_weight(backend, &host.embed, options.quant)?,
+            (None, Quant::None) => embedding.clone(),
+        };
+        let tables = Tables {
+            embedding,
+            vocabulary: config.vocab_size,
+            head,
+            head_rows: host.head.as_ref().unwrap_or(&host.embed).rows(),
+        };
+        let (layers, final_norm) = (&host.layers, &host.final_norm);
+        Self::between(
+            backend, config, tables, layers, final_norm, options, progress,
+        )
+    }
+
+    /// Brings layers to `backend`, to stand between an embedding and a head that are there already.
+    pub(super) fn between(
+        backend: &B,
+        config: &ModelConfig,
+        tables: Tables<B>,
+        host_layers: &[HostLayer],
+        final_norm: &[f32],
+        options: &LoadOptions,
+        progress: &mut dyn FnMut(usize, usize),
+    ) -> Result<Self> {
         let compute = backend.compute_type();
         if options.max_length == 0 {
             return Err(Error::usage(
                 "the context size is 0 and should be at least 1",
             ));
         }
-        let plain = |weight: &Weight| backend.load_weight(&weight.to_dtype(compute));
-        let weight = |weight: &Weight| {
-            // A device takes a matrix in one type: where a checkpoint has some parts in int8, all become that.
-            if options.quant == Quant::Int8 || weight.has_int8() {
-                backend.load_int8(weight)
-            } else {
-                plain(weight)
-            }
-        };
+        let weight = |weight: &Weight| linear_weight(backend, weight, options.quant);
         let vector = |values: &[f32]| backend.load_vector(values);
         let linear = |w: &Weight, bias: &Option<Vec<f32>>| -> Result<Linear<B>> {
             Ok(Linear {
@@ -129,15 +177,9 @@ impl<B: Backend> DecoderLM<B> {
             })
         };
 
-        let embedding = plain(&host.embed)?;
-        let head = match (&host.head, options.quant) {
-            (Some(head), _) => weight(head)?,
-            (None, Quant::Int8) => weight(&host.embed)?,
-            (None, Quant::None) => embedding.clone(),
-        };
-        let count = host.layers.len();
+        let count = host_layers.len();
         let mut layers = Vec::with_capacity(count);
-        for (i, (layer, switches)) in host.layers.iter().zip(&config.layers).enumerate() {
+        for (i, (layer, switches)) in host_layers.iter().zip(&config.layers).enumerate() {
             layers.push(Layer {
                 attention_norm: vector(&layer.attn_norm)?,
                 qkv: linear(&layer.qkv, &layer.qkv_bias)?,
@@ -168,15 +210,21 @@ impl<B: Backend> DecoderLM<B> {
             });
             progress(i + 1, count);
         }
+        let Tables {
+            embedding,
+            vocabulary,
+            head,
+            head_rows,
+        } = tables;
         Ok(DecoderLM {
             embedding,
             head,
-            final_norm: vector(&host.final_norm)?,
+            final_norm: vector(final_norm)?,
             layers,
             rope: backend.load_rope(&rope_table(config, options.max_length, compute))?,
             hidden: config.hidden_size,
-            vocabulary: config.vocab_size,
-            head_rows: host.head.as_ref().unwrap_or(&host.embed).rows(),
+            vocabulary,
+            head_rows,
             eps: config.rms_norm_eps as f32,
             max_length: options.max_length,
         })

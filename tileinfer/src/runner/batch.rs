@@ -69,6 +69,19 @@ pub struct Want {
     pub sample: Vec<RowSampler>,
 }
 
+/// A block that a drafter beside the model fills in: the newest token of a text and some tokens to come.
+#[derive(Debug, Clone)]
+pub struct Block {
+    /// The newest token of the text, which has not run.
+    pub anchor: u32,
+    /// Its position; everything before it is cached.
+    pub start: usize,
+    /// Pages up to the last position of the block.
+    pub table: BlockTable,
+    /// How to draw each token to come.
+    pub sample: Vec<RowSampler>,
+}
+
 /// What a step gives back: one entry a span.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct StepOutput {

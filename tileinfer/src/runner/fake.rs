@@ -32,6 +32,9 @@ pub struct FakeOptions {
     pub depth: usize,
     /// How long a step takes.
     pub latency: Duration,
+    /// Another model the more it is above 0, where it has the same logits, up to 1, where it has nothing in
+    /// common: a draft model.
+    pub blur: f32,
 }
 
 impl Default for FakeOptions {
@@ -46,6 +49,7 @@ impl Default for FakeOptions {
             window: None,
             depth: 1,
             latency: Duration::ZERO,
+            blur: 0.0,
         }
     }
 }
@@ -55,6 +59,7 @@ impl Default for FakeOptions {
 pub struct FakeRunner {
     limits: RunnerLimits,
     latency: Duration,
+    blur: f32,
     slots: Vec<Option<u32>>,
     flight: VecDeque<(u64, StepOutput)>,
     launched: u64,
@@ -85,6 +90,7 @@ impl FakeRunner {
                 depth: options.depth,
             },
             latency: options.latency,
+            blur: options.blur,
             slots: vec![None; options.pages * options.page_size],
             flight: VecDeque::new(),
             launched: 0,
@@ -97,8 +103,13 @@ impl FakeRunner {
         let hash = seen.fold(0x9e37_79b9_7f4a_7c15, |hash, id| {
             mix(hash ^ (u64::from(id) + 1))
         });
+        let logit = |id: usize| (mix(hash ^ (id as u64) << 32) % 8192) as f32 / 1024.0;
+        let other = |id: usize| (mix(!hash ^ (id as u64) << 32) % 8192) as f32 / 1024.0;
         (0..self.limits.head_rows)
-            .map(|id| (mix(hash ^ (id as u64) << 32) % 8192) as f32 / 1024.0)
+            .map(|id| match self.blur {
+                0.0 => logit(id),
+                blur => (1.0 - blur) * logit(id) + blur * other(id),
+            })
             .collect()
     }
 }

@@ -8,10 +8,11 @@ mod fake;
 mod graphs;
 mod model;
 
-use crate::Result;
 use crate::kv::KvLayout;
+use crate::sampling::Sampled;
+use crate::{Error, Result};
 
-pub use batch::{Batch, Input, Rows, Span, SpanOutput, StepOutput, Want};
+pub use batch::{Batch, Block, Input, Rows, Span, SpanOutput, StepOutput, Want};
 pub use fake::{FakeOptions, FakeRunner};
 pub use model::{ModelRunner, RunnerOptions};
 
@@ -59,6 +60,22 @@ pub trait Runner: Send {
 
     /// Waits for a step and takes what was wanted of it. Steps are read in the order of their launch.
     fn read(&mut self, ticket: Ticket) -> Result<StepOutput>;
+
+    /// Tokens of a block of the drafter beside the model, the newest token of the text included; none if there is
+    /// no such drafter.
+    fn block_size(&self) -> Option<usize> {
+        None
+    }
+
+    /// Lets the drafter beside the model fill in `blocks`, of [`Runner::block_size`] tokens at most: the tokens of
+    /// each, as their samplers draw them. Steps that were launched have run before.
+    fn propose(&mut self, blocks: &[Block]) -> Result<Vec<Vec<Sampled>>> {
+        Err(Error::Bug(format!(
+            "{} blocks for a drafter that {} does not have",
+            blocks.len(),
+            self.device()
+        )))
+    }
 
     /// [`Runner::launch`] and [`Runner::read`] at once.
     fn step(&mut self, batch: &Batch) -> Result<StepOutput> {

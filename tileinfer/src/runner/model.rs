@@ -3,11 +3,13 @@
 use std::collections::VecDeque;
 
 use super::graphs::{Graphs, Plan};
-use super::{Batch, Input, Runner, RunnerLimits, SpanOutput, StepOutput, Ticket, Want};
+use super::{
+    Batch, Block, Input, Runner, RunnerLimits, Span, SpanOutput, StepOutput, Ticket, Want,
+};
 use crate::backend::{Backend, Mask, StepLayout};
 use crate::kv::{KeySmoothing, KvElement, KvLayout, PAGE_SIZE};
-use crate::model::{DecoderLM, Workspace, forward};
-use crate::sampling::RowSampler;
+use crate::model::{DFlashBlock, DFlashDrafter, DecoderLM, Workspace, forward};
+use crate::sampling::{RowSampler, Sampled};
 use crate::{Error, Result};
 
 /// How much a [`ModelRunner`] should have room for.
@@ -56,6 +58,8 @@ pub struct ModelRunner<B: Backend> {
     /// Whether the workspace's step is the second of the two.
     second: bool,
     graphs: Graphs<B::Graph>,
+    /// A drafter that reads the model's hidden states.
+    dflash: Option<DFlashBlock<B>>,
     flight: VecDeque<Flight>,
     limits: RunnerLimits,
     launched: u64,
@@ -73,6 +77,38 @@ struct Flight {
 impl<B: Backend> ModelRunner<B> {
     /// Allocates pages and buffers for `model`.
     pub fn new(backend: B, model: DecoderLM<B>, options: &RunnerOptions) -> Result<Self> {
+        Self::drafting(backend, model, None, options)
+    }
+
+    /// Allocates pages and buffers for `model` and a drafter for it, which is on the same backend. The streams that
+    /// the drafter reads are the taps, in its order.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] if `options` asks for taps too.
+    pub fn with_dflash(
+        backend: B,
+        model: DecoderLM<B>,
+        drafter: DFlashDrafter<B>,
+        options: &RunnerOptions,
+    ) -> Result<Self> {
+        if !options.taps.is_empty() {
+            return Err(Error::usage(
+                "the taps of a runner with a DFlash drafter are the drafter's",
+            ));
+        }
+        let options = RunnerOptions {
+            taps: drafter.taps(),
+            ..options.clone()
+        };
+        Self::drafting(backend, model, Some(drafter), &options)
+    }
+
+    fn drafting(
+        backend: B,
+        model: DecoderLM<B>,
+        drafter: Option<DFlashDrafter<B>>,
+        options: &RunnerOptions,
+    ) -> Result<Self> {
         let shape = model.layers[0].attention;
         let element = match options.int8_cache {
             Some(_) => KvElement::Int8,
@@ -99,6 +135,11 @@ impl<B: Backend> ModelRunner<B> {
             Mask::Window(window) => Some(window as usize),
             _ => None,
         });
+        let dflash = drafter.map(|drafter| {
+            let (size, pages) = (options.page_size, options.pages);
+            DFlashBlock::new(&backend, drafter, size, pages, rows, spans, table_width)
+        });
+        let dflash = dflash.transpose()?;
         let limits = RunnerLimits {
             max_length: model.max_length(),
             max_rows: options.max_rows,
@@ -109,9 +150,11 @@ impl<B: Backend> ModelRunner<B> {
             pages: options.pages,
             kv,
             layers: model.layers.len(),
+            // A drafter may see what no layer of the model sees any more.
             window: windows
                 .collect::<Option<Vec<_>>>()
-                .and_then(|windows| windows.into_iter().max()),
+                .and_then(|windows| windows.into_iter().max())
+                .filter(|_| dflash.is_none()),
             depth: if backend.supports_graphs() { 2 } else { 1 },
         };
         Ok(ModelRunner {
@@ -119,6 +162,7 @@ impl<B: Backend> ModelRunner<B> {
             backend,
             model,
             pages,
+            dflash,
             workspace,
             earlier,
             second: false,
@@ -151,6 +195,14 @@ impl<B: Backend> ModelRunner<B> {
             .read_slot(&self.pages[layer], page, head, offset)
     }
 
+    /// The logits of the drafts proposed last, f32 `[drafts, head rows]`, for tests.
+    pub fn block_logits(&self) -> Result<Vec<f32>> {
+        match &self.dflash {
+            Some(dflash) => self.backend.download(&dflash.block.logits),
+            None => Ok(Vec::new()),
+        }
+    }
+
     fn swap_steps(&mut self) {
         std::mem::swap(&mut self.workspace.step, &mut self.earlier);
         self.second = !self.second;
@@ -167,11 +219,22 @@ impl<B: Backend> ModelRunner<B> {
             }
         }
         let (backend, model, pages) = (&self.backend, &self.model, &mut self.pages);
+        let mut dflash = self.dflash.as_mut();
+        if let Some(dflash) = &mut dflash {
+            dflash.begin_context(backend, layout.rows())?;
+        }
+        let mut launch = |ws: &mut Workspace<B>| {
+            forward(backend, model, pages, ws)?;
+            match &mut dflash {
+                Some(dflash) => dflash.write_context(backend, &ws.taps, &ws.step),
+                None => Ok(()),
+            }
+        };
         match self.graphs.plan(layout, self.second, ws.moves()) {
-            Plan::Launch => forward(backend, model, pages, ws)?,
+            Plan::Launch => launch(ws)?,
             Plan::Replay(graph) => backend.replay(graph)?,
             Plan::Record => {
-                let graph = backend.capture(&mut || forward(backend, model, pages, ws))?;
+                let graph = backend.capture(&mut || launch(ws))?;
                 if let Some(graph) = self.graphs.keep(graph) {
                     backend.replay(graph)?;
                 }
@@ -257,6 +320,9 @@ impl<B: Backend> Runner for ModelRunner<B> {
         for pages in &mut self.pages {
             self.backend.copy_pages(pages, &batch.copies)?;
         }
+        if let Some(dflash) = &mut self.dflash {
+            dflash.copy_pages(&self.backend, &batch.copies)?;
+        }
         self.swap_steps();
         let output = self.run(batch, &layout).and_then(|()| self.collect(batch));
         let output = output.inspect_err(|_| {
@@ -275,6 +341,52 @@ impl<B: Backend> Runner for ModelRunner<B> {
             samples,
         });
         Ok(Ticket(self.launched))
+    }
+
+    fn block_size(&self) -> Option<usize> {
+        Some(self.dflash.as_ref()?.config().block_size)
+    }
+
+    fn propose(&mut self, blocks: &[Block]) -> Result<Vec<Vec<Sampled>>> {
+        let Some(dflash) = &mut self.dflash else {
+            return Err(Error::Bug(
+                "blocks for a drafter that is not there".to_owned(),
+            ));
+        };
+        let (size, mask) = (dflash.config().block_size, dflash.config().mask_token);
+        let mut batch = Batch::default();
+        let mut samplers = Vec::new();
+        for block in blocks {
+            if block.sample.len() >= size {
+                return Err(Error::Bug(format!(
+                    "{} drafts in a block of {size}",
+                    block.sample.len()
+                )));
+            }
+            let mut ids = vec![mask; 1 + block.sample.len()];
+            ids[0] = block.anchor;
+            batch.spans.push(Span {
+                input: Input::Ids(ids),
+                start: block.start,
+                table: block.table.clone(),
+                want: Want::default(),
+            });
+            samplers.extend(block.sample.iter().cloned().map(Some));
+        }
+        let mut layout = batch.layout(&self.limits)?;
+        // All rows but the first of each block, which is the newest token's own.
+        let first = |row: &u32| layout.span_rows.contains(row);
+        let rows = 0..layout.rows() as u32;
+        layout.wanted = rows.filter(|row| !first(row)).collect();
+        dflash.run(&self.backend, &layout)?;
+        let block = &mut dflash.block;
+        self.backend
+            .sample(&mut block.step, &block.logits, &samplers)?;
+        let mut all = self.backend.read_samples(&block.step)?.into_iter();
+        let drafts = blocks
+            .iter()
+            .map(|block| all.by_ref().take(block.sample.len()).collect());
+        Ok(drafts.collect())
     }
 
     fn read(&mut self, ticket: Ticket) -> Result<StepOutput> {

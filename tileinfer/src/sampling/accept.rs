@@ -69,11 +69,10 @@ pub fn accept_chain(
     uniforms: &[f32],
 ) -> Result<Verdict> {
     let k = drafts.len();
-    if p.len() != k + 1 || q.len() != k || uniforms.len() != k {
+    fit(p, q, drafts)?;
+    if uniforms.len() != k {
         return Err(Error::Bug(format!(
-            "{k} drafts came with {} target rows, {} draft rows and {} uniforms",
-            p.len(),
-            q.len(),
+            "{k} drafts came with {} uniforms",
             uniforms.len()
         )));
     }
@@ -87,7 +86,27 @@ pub fn accept_chain(
     Ok(Verdict { accepted, next })
 }
 
-/// How many of `drafts`, the first of which stands at `position`, stay, and the token after them.
+/// The token at `position`, where `draft` stands that was drawn from `q`: the draft with probability
+/// min(1, p / q), else one from the [`residual`].
+///
+/// # Errors
+/// [`Error::Bug`] if `p` is empty.
+pub fn accept_token(
+    p: &Distribution,
+    q: &Distribution,
+    draft: u32,
+    seed: u64,
+    position: u64,
+) -> Result<u32> {
+    let u = Row::new(seed, position, Stream::Accept).uniform();
+    if accept_draft(p, q, draft, u) {
+        return Ok(draft);
+    }
+    draw(&residual(p, q), seed, position, Stream::Target)
+}
+
+/// How many of `drafts`, the first of which stands at `position`, stay, and the token after them. `p` has one
+/// row per draft and one more.
 ///
 /// # Errors
 /// [`Error::Bug`] if the lengths do not fit together.
@@ -98,13 +117,29 @@ pub fn verify(
     seed: u64,
     position: u64,
 ) -> Result<(usize, u32)> {
-    let uniforms: Vec<f32> = (position..)
-        .take(drafts.len())
-        .map(|position| Row::new(seed, position, Stream::Accept).uniform())
-        .collect();
-    let Verdict { accepted, next } = accept_chain(p, q, drafts, &uniforms)?;
-    let token = draw(&next, seed, position + accepted as u64, Stream::Target)?;
-    Ok((accepted, token))
+    fit(p, q, drafts)?;
+    for (i, &draft) in drafts.iter().enumerate() {
+        let token = accept_token(&p[i], &q[i], draft, seed, position + i as u64)?;
+        if token != draft {
+            return Ok((i, token));
+        }
+    }
+    let k = drafts.len();
+    let token = draw(&p[k], seed, position + k as u64, Stream::Target)?;
+    Ok((k, token))
+}
+
+/// Whether there is a row of `q` per draft, and of `p` one more.
+fn fit(p: &[Distribution], q: &[Distribution], drafts: &[u32]) -> Result<()> {
+    let k = drafts.len();
+    if p.len() != k + 1 || q.len() != k {
+        return Err(Error::Bug(format!(
+            "{k} drafts came with {} target rows and {} draft rows",
+            p.len(),
+            q.len()
+        )));
+    }
+    Ok(())
 }
 
 /// Draws from a distribution: the largest ln(prob) + Gumbel noise, in the distribution's order among

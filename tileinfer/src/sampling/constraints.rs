@@ -34,11 +34,11 @@ impl TokenCounts {
         self.seen.entry(id).or_default().times_in_output += 1;
     }
 
-    /// Applies the penalties to `logits` in place, as if the tokens `extra` had been output too. Each
+    /// Applies the penalties to `logits` in place, as if `drafts` had been output too. Each
     /// logit is its own sum, so the order of the tokens does not matter.
-    pub(super) fn penalize(&self, params: &SamplingParams, extra: &[u32], logits: &mut [f32]) {
+    pub(super) fn penalize(&self, params: &SamplingParams, drafts: &[u32], logits: &mut [f32]) {
         let reciprocal = 1.0 / params.repetition_penalty;
-        let times_in_extra = |id| extra.iter().filter(|&&e| e == id).count() as u32;
+        let times_in_drafts = |id| drafts.iter().filter(|&&draft| draft == id).count() as u32;
         let mut penalize = |id: u32, times: u32| {
             // A prompt may hold ids that the head has no row for, such as image placeholders.
             let Some(logit) = logits.get_mut(id as usize) else {
@@ -54,11 +54,11 @@ impl TokenCounts {
             }
         };
         for (&id, seen) in &self.seen {
-            penalize(id, seen.times_in_output + times_in_extra(id));
+            penalize(id, seen.times_in_output + times_in_drafts(id));
         }
-        for (i, &id) in extra.iter().enumerate() {
-            if !self.seen.contains_key(&id) && !extra[..i].contains(&id) {
-                penalize(id, times_in_extra(id));
+        for (i, &id) in drafts.iter().enumerate() {
+            if !self.seen.contains_key(&id) && !drafts[..i].contains(&id) {
+                penalize(id, times_in_drafts(id));
             }
         }
     }
@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn extra_tokens_count_as_output() {
+    fn drafts_count_as_output() {
         let params = SamplingParams {
             repetition_penalty: 1.5,
             presence_penalty: 0.25,

@@ -26,13 +26,13 @@ mod params;
 pub mod rng;
 mod row;
 
-pub use accept::{Verdict, accept_chain, accept_draft, draw, residual, verify};
+pub use accept::{Verdict, accept_chain, accept_draft, accept_token, draw, residual, verify};
 pub use constraints::{TokenCounts, TokenMask};
 pub use defaults::{GenerationDefaults, generation_defaults};
 pub use logprobs::{Logprobs, TokenLogprob};
 pub use params::SamplingParams;
 pub use rng::{Stream, random_seed};
-pub use row::{RowSampler, Sampled, sample_rows};
+pub use row::{Draw, RowSampler, Sampled, sample_rows};
 
 use self::filters::{Maxima, Survivors};
 use crate::{Error, Result};
@@ -45,7 +45,7 @@ pub struct SampleRow<'a> {
     /// The tokens of prompt and output so far; needed if the parameters have penalties, else unused.
     pub counts: Option<&'a TokenCounts>,
     /// Drafts before this row, counted by the penalties as if they had been output.
-    pub extra: &'a [u32],
+    pub drafts: &'a [u32],
     /// The tokens that may come next; `None` is all of them.
     pub mask: Option<&'a TokenMask>,
     /// The request's seed.
@@ -64,7 +64,7 @@ impl<'a> SampleRow<'a> {
         SampleRow {
             params,
             counts: None,
-            extra: &[],
+            drafts: &[],
             mask: None,
             seed,
             position,
@@ -216,7 +216,7 @@ fn adjust(row: &SampleRow, logits: &mut [f32]) -> Result<()> {
         let counts = row.counts.ok_or_else(|| {
             Error::Bug("a row with penalties came without the counts of its tokens".to_owned())
         })?;
-        counts.penalize(row.params, row.extra, logits);
+        counts.penalize(row.params, row.drafts, logits);
     }
     if let Some(mask) = row.mask {
         mask.apply(logits);

@@ -4,10 +4,28 @@ use std::cell::RefCell;
 use std::sync::Arc;
 
 use super::{
-    Logprobs, SampleRow, SamplingParams, Scratch, Stream, TokenCounts, TokenLogprob, TokenMask,
-    sample,
+    Distribution, Logprobs, SampleRow, SamplingParams, Scratch, Stream, TokenCounts, TokenLogprob,
+    TokenMask, accept_token, distribution, sample, sample_with_distribution,
 };
 use crate::Result;
+
+/// What a row's draw is for.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub enum Draw {
+    /// The next token of the text.
+    #[default]
+    Token,
+    /// A draft. What it was drawn from comes with it.
+    Draft,
+    /// The next token of the text, where a draft stands that was drawn from a distribution: the p/q rule
+    /// ([`accept_token`]).
+    Verify {
+        /// The draft.
+        draft: u32,
+        /// What it was drawn from.
+        from: Arc<Distribution>,
+    },
+}
 
 /// All that decides the token after one row, besides the row's logits.
 #[derive(Debug, Clone)]
@@ -28,6 +46,8 @@ pub struct RowSampler {
     pub vocabulary: usize,
     /// How many of the likeliest tokens to report; none: not even the drawn token's log probability.
     pub top_logprobs: Option<usize>,
+    /// What it is for.
+    pub draw: Draw,
 }
 
 /// A drawn token.
@@ -39,6 +59,8 @@ pub struct Sampled {
     pub logprob: Option<TokenLogprob>,
     /// The likeliest tokens before any filter, best first, if they were asked for.
     pub top: Vec<TokenLogprob>,
+    /// What it was drawn from, if it is a draft.
+    pub drawn_from: Option<Arc<Distribution>>,
 }
 
 /// Draws on the host from each row of `logits` that has a sampler, in order.
@@ -60,11 +82,14 @@ impl RowSampler {
         SampleRow {
             params: &self.params,
             counts: self.counts.as_deref(),
-            extra: &self.drafts,
+            drafts: &self.drafts,
             mask: self.mask.as_deref(),
             seed: self.seed,
             position: self.position,
-            stream: Stream::Target,
+            stream: match self.draw {
+                Draw::Draft => Stream::Draft,
+                Draw::Token | Draw::Verify { .. } => Stream::Target,
+            },
             vocab_limit: self.vocabulary,
         }
     }
@@ -75,19 +100,34 @@ impl RowSampler {
             // Buffers only: they hold nothing that decides a token.
             static SCRATCH: RefCell<Scratch> = RefCell::new(Scratch::default());
         }
-        let token = SCRATCH.with_borrow_mut(|scratch| sample(&self.row(), logits, scratch))?;
-        let Some(count) = self.top_logprobs else {
-            return Ok(Sampled {
-                token,
-                logprob: None,
-                top: Vec::new(),
-            });
-        };
-        let logprobs = Logprobs::new(logits, self.vocabulary)?;
-        Ok(Sampled {
+        let (token, drawn_from) = SCRATCH.with_borrow_mut(|scratch| self.draw(logits, scratch))?;
+        let mut sampled = Sampled {
             token,
-            logprob: logprobs.get(token),
-            top: logprobs.top(count),
-        })
+            logprob: None,
+            top: Vec::new(),
+            drawn_from: drawn_from.map(Arc::new),
+        };
+        if let Some(count) = self.top_logprobs {
+            let logprobs = Logprobs::new(logits, self.vocabulary)?;
+            sampled.logprob = logprobs.get(token);
+            sampled.top = logprobs.top(count);
+        }
+        Ok(sampled)
+    }
+
+    fn draw(&self, logits: &[f32], scratch: &mut Scratch) -> Result<(u32, Option<Distribution>)> {
+        let row = self.row();
+        match &self.draw {
+            Draw::Token => Ok((sample(&row, logits, scratch)?, None)),
+            Draw::Draft => {
+                let (token, from) = sample_with_distribution(&row, logits, scratch)?;
+                Ok((token, Some(from)))
+            }
+            Draw::Verify { draft, from } => {
+                let p = distribution(&row, logits, scratch)?;
+                let token = accept_token(&p, from, *draft, self.seed, self.position)?;
+                Ok((token, None))
+            }
+        }
     }
 }

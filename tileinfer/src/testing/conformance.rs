@@ -9,7 +9,7 @@ use crate::backend::{
     ReferenceBackend, RopeTable, StepLayout, Xielu,
 };
 use crate::kv::{KvElement, KvLayout};
-use crate::sampling::{RowSampler, SamplingParams, TokenCounts, TokenMask};
+use crate::sampling::{Distribution, Draw, RowSampler, SamplingParams, TokenCounts, TokenMask};
 use crate::weights::Weight;
 
 /// Rows that a step is tried with: one, around sizes of tiles, and a chunk.
@@ -712,7 +712,7 @@ impl<B: Backend> Suite<B> {
 
     /// Samples are the host's, row by row, and the next step finds them on the device.
     fn samples(&self) {
-        let (rows, vocabulary) = (7, 300);
+        let (rows, vocabulary) = (9, 300);
         let mut numbers = self.seed(21);
         let values = numbers.normals(rows * vocabulary, 3.0, ComputeType::F32);
         let mut logits = self.blank(&self.backend, Element::F32, rows, vocabulary);
@@ -752,6 +752,7 @@ impl<B: Backend> Suite<B> {
             position,
             vocabulary: 290,
             top_logprobs: None,
+            draw: Draw::Token,
         };
         let mut mask = TokenMask::none(vocabulary);
         (100..110).for_each(|id| mask.allow(id));
@@ -768,6 +769,17 @@ impl<B: Backend> Suite<B> {
             Some(RowSampler {
                 top_logprobs: Some(4),
                 ..sampler(&greedy, 10)
+            }),
+            Some(RowSampler {
+                draw: Draw::Draft,
+                ..sampler(&penalized, 11)
+            }),
+            Some(RowSampler {
+                draw: Draw::Verify {
+                    draft: 17,
+                    from: Arc::new(Distribution::one_hot(17)),
+                },
+                ..sampler(&biased, 12)
             }),
         ];
         let layout = layout(&[(0, rows)], 4, 16);

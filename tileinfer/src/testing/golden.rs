@@ -129,7 +129,7 @@ pub fn tokens(steps: &mut StepLoop, prompt: &[u32], options: GenerationOptions) 
 }
 
 /// The f32 tensor `name` of a fixture.
-fn fixture(fixtures: &Checkpoint, name: &str) -> Vec<f32> {
+pub(super) fn fixture(fixtures: &Checkpoint, name: &str) -> Vec<f32> {
     let tensor = fixtures
         .tensor(name)
         .unwrap_or_else(|| panic!("no tensor {name}"));

@@ -1,12 +1,14 @@
 //! What tests of several crates share: random numbers, comparisons, and the suite that every backend passes.
 
 mod conformance;
+mod dflash;
 mod golden;
 mod int8;
 mod numbers;
 mod same_text;
 
 pub use conformance::conformance;
+pub use dflash::{DFLASH_DRAFTERS, golden_dflash};
 pub use golden::{
     GOLDEN_MODELS, GoldenReport, golden_model, golden_models, golden_smollm2, greedy, load,
     load_quantized, span, tokens,

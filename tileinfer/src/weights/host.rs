@@ -216,35 +216,44 @@ impl HostModel {
         if compute == ComputeType::F32 {
             return;
         }
-        let matrix = |weight: &mut Weight| *weight = weight.to_dtype(compute);
-        let vector = |vector: &mut Vec<f32>| {
-            for value in vector {
-                *value = compute.round(*value);
-            }
-        };
-        matrix(&mut self.embed);
-        self.head.iter_mut().for_each(matrix);
-        vector(&mut self.final_norm);
+        self.embed = self.embed.to_dtype(compute);
+        self.head = self.head.as_ref().map(|head| head.to_dtype(compute));
+        round(&mut self.final_norm, compute);
         for layer in &mut self.layers {
-            let matrices = [
-                &mut layer.qkv,
-                &mut layer.o,
-                &mut layer.gate_up,
-                &mut layer.down,
-            ];
-            matrices.into_iter().for_each(matrix);
-            let norms = [&mut layer.attn_norm, &mut layer.mlp_norm];
-            norms.into_iter().for_each(vector);
-            let maybe = [
-                &mut layer.qkv_bias,
-                &mut layer.q_norm,
-                &mut layer.k_norm,
-                &mut layer.o_bias,
-                &mut layer.gate_up_bias,
-                &mut layer.down_bias,
-            ];
-            maybe.into_iter().flatten().for_each(vector);
+            layer.convert(compute);
         }
+    }
+}
+
+impl HostLayer {
+    pub(super) fn convert(&mut self, compute: ComputeType) {
+        for matrix in [
+            &mut self.qkv,
+            &mut self.o,
+            &mut self.gate_up,
+            &mut self.down,
+        ] {
+            *matrix = matrix.to_dtype(compute);
+        }
+        let norms = [&mut self.attn_norm, &mut self.mlp_norm];
+        let maybe = [
+            &mut self.qkv_bias,
+            &mut self.q_norm,
+            &mut self.k_norm,
+            &mut self.o_bias,
+            &mut self.gate_up_bias,
+            &mut self.down_bias,
+        ];
+        for vector in norms.into_iter().chain(maybe.into_iter().flatten()) {
+            round(vector, compute);
+        }
+    }
+}
+
+/// Rounds a vector in place.
+pub(super) fn round(vector: &mut [f32], compute: ComputeType) {
+    for value in vector {
+        *value = compute.round(*value);
     }
 }
 
@@ -286,7 +295,7 @@ pub(super) const NOT_TEXT: [&str; 8] = [
 const BUFFER: &str = "rotary_emb.inv_freq";
 
 /// Takes tensors out of a checkpoint and notes all that is wrong on the way.
-struct Finder<'a> {
+pub(super) struct Finder<'a> {
     checkpoint: &'a Checkpoint,
     /// Whether linears may be int8 in the file.
     int8: bool,
@@ -296,7 +305,7 @@ struct Finder<'a> {
 }
 
 impl<'a> Finder<'a> {
-    fn new(checkpoint: &'a Checkpoint, int8: bool) -> Self {
+    pub(super) fn new(checkpoint: &'a Checkpoint, int8: bool) -> Self {
         let is_there = |prefix: &&&str| {
             ["norm.weight", "embed_tokens.weight"]
                 .iter()
@@ -361,7 +370,7 @@ impl<'a> Finder<'a> {
         })
     }
 
-    fn layer(&mut self, config: &ModelConfig, layer: usize) -> Option<HostLayer> {
+    pub(super) fn layer(&mut self, config: &ModelConfig, layer: usize) -> Option<HostLayer> {
         let (h, i) = (config.hidden_size, config.intermediate_size);
         let (q, kv, hd) = (config.q_width(), config.kv_width(), config.head_dim);
         let (attn_norm, mlp_norm) = match config.family {
@@ -433,7 +442,12 @@ impl<'a> Finder<'a> {
         Some(Xielu::from_raw(alpha_p?[0], alpha_n?[0], beta?[0], eps?[0]))
     }
 
-    fn matrix_part(&mut self, name: &str, rows: usize, cols: usize) -> Option<WeightPart> {
+    pub(super) fn matrix_part(
+        &mut self,
+        name: &str,
+        rows: usize,
+        cols: usize,
+    ) -> Option<WeightPart> {
         let base = format!("{}{name}", self.prefix);
         self.linear_part(&base, rows, cols)
     }
@@ -458,7 +472,7 @@ impl<'a> Finder<'a> {
         }
     }
 
-    fn vector(&mut self, name: &str, length: usize) -> Option<Vec<f32>> {
+    pub(super) fn vector(&mut self, name: &str, length: usize) -> Option<Vec<f32>> {
         let name = format!("{}{name}", self.prefix);
         Some(self.part(&name, &[length])?.to_f32())
     }
@@ -502,7 +516,7 @@ impl<'a> Finder<'a> {
     }
 
     /// Complains about everything at once.
-    fn finish(mut self) -> Result<()> {
+    pub(super) fn finish(mut self) -> Result<()> {
         for name in self.checkpoint.names() {
             let unused = self.int8 && UNUSED.iter().any(|end| name.ends_with(end));
             let ignored = unused
@@ -529,7 +543,7 @@ impl<'a> Finder<'a> {
     }
 }
 
-fn matrix(parts: impl IntoIterator<Item = Option<WeightPart>>) -> Option<Weight> {
+pub(super) fn matrix(parts: impl IntoIterator<Item = Option<WeightPart>>) -> Option<Weight> {
     let parts: Option<Vec<_>> = parts.into_iter().collect();
     Weight::new(parts?).ok()
 }

@@ -2,10 +2,11 @@
 //!
 //! The only module that maps files. From bytes to layers, in this order: `safetensors` parses headers, `checkpoint` maps
 //! the files of a model, `tensor` holds matrices as lists of row parts and converts elements, `int8` says how they become integers, `host` finds each tensor
-//! that a configuration asks for, `compressed` those that are int8 in the file, and `quantize` writes such files; `lost` names a file that lost pages while it was mapped. It decided not to know devices, and how weights are laid out for a kernel.
+//! that a configuration asks for, `dflash` those of a drafter, `compressed` those that are int8 in the file, and `quantize` writes such files; `lost` names a file that lost pages while it was mapped. It decided not to know devices, and how weights are laid out for a kernel.
 
 mod checkpoint;
 mod compressed;
+mod dflash;
 mod host;
 pub mod int8;
 #[cfg(unix)]
@@ -16,6 +17,7 @@ mod tensor;
 
 pub use checkpoint::{Checkpoint, MappedBytes, TensorView};
 pub use compressed::Int8Scheme;
+pub use dflash::HostDFlash;
 pub use host::{HostLayer, HostModel, Xielu};
 #[cfg(unix)]
 pub use lost::exit_on_lost_pages;
