@@ -17,7 +17,9 @@ use tileinfer::{Error, Result};
 
 use crate::driver::{Address, Device, Event, Memory, Pinned, Recording};
 use crate::kernels::Type;
-use crate::ops::{self, AttentionPlan, AttentionTile, Groups, HeadInputs, Ops, StepArrays};
+use crate::ops::{
+    self, AttentionPlan, Groups, HeadInputs, LinearShape, Ops, Route, StepArrays, Then,
+};
 use crate::store::KernelOptions;
 
 /// A window wider than any sequence.
@@ -25,6 +27,9 @@ const EVERYTHING: usize = 1 << 30;
 
 /// Most scratch that attention split over keys may take before it is done whole.
 const SPLIT_SCRATCH: usize = 256 << 20;
+
+/// Blocks of keys up to which the kernel that finds a query's blocks also folds them.
+const SHORT_BLOCKS: usize = 16;
 
 /// Bytes of each of the two buffers that weights pass through.
 const LOAD_BUFFER: usize = 16 << 20;
@@ -48,8 +53,8 @@ pub struct CudaBackend {
     compute: ComputeType,
     kind: Type,
     recording: AtomicBool,
-    /// Rows and spans of the step prepared last.
-    prepared: Mutex<[usize; 2]>,
+    /// The step prepared last.
+    prepared: Mutex<Recorded>,
     /// Query heads a kv head of the last attention: what the next step's groups are likely made for.
     group: AtomicUsize,
     loader: Mutex<Option<Loader>>,
@@ -117,8 +122,8 @@ struct Staged {
     copied: Event,
     /// What the groups are made for; 0: they are not.
     group: usize,
-    /// Groups with few and with many query vectors.
-    counts: [usize; 2],
+    /// Groups of each of [`ops::attention_tiles`].
+    counts: [usize; 3],
 }
 
 /// What a step sampled.
@@ -143,8 +148,27 @@ struct Offsets {
 #[derive(Debug)]
 pub struct CudaGraph {
     recording: Recording,
+    step: Recorded,
+}
+
+/// What a recording depends on.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+struct Recorded {
     rows: usize,
     spans: usize,
+    class: usize,
+}
+
+/// [`Backend::graph_class`] of steps whose sequences all have few blocks of keys, and of others.
+const SHORT: usize = 0;
+const LONG: usize = 1;
+
+/// The class of a step by the ends of its spans.
+fn class(ends: impl Iterator<Item = usize>) -> usize {
+    match ends.max() {
+        Some(end) if end > SHORT_BLOCKS * KEY_BLOCK => LONG,
+        _ => SHORT,
+    }
 }
 
 /// Two pinned buffers that weights pass through in turn.
@@ -156,8 +180,8 @@ struct Loader {
 
 impl Offsets {
     /// Numbers a row over all arrays: ids, positions, slots, wanted, two of tokens to take, four of
-    /// [`StepArrays::row_meta`], eight of each of two [`Groups`].
-    const ROW: usize = 26;
+    /// [`StepArrays::row_meta`], eight of each of three [`Groups`].
+    const ROW: usize = 34;
 
     fn words(self) -> usize {
         self.rows * Self::ROW + self.spans * self.table_width
@@ -171,7 +195,7 @@ impl Offsets {
     const TAKE_ROWS: (usize, usize) = (4, 1);
     const TAKE_INDICES: (usize, usize) = (5, 1);
     const ROW_META: (usize, usize) = (6, 4);
-    const GROUPS: [(usize, usize); 2] = [(10, 8), (18, 8)];
+    const GROUPS: [(usize, usize); 3] = [(10, 8), (18, 8), (26, 8)];
 
     fn at(self, (offset, _): (usize, usize)) -> usize {
         offset * self.rows
@@ -218,6 +242,12 @@ impl CudaBackend {
         self.ops.device()
     }
 
+    fn prepared(&self) -> MutexGuard<'_, Recorded> {
+        self.prepared
+            .lock()
+            .expect("no thread panics with three numbers")
+    }
+
     fn element(&self, element: Element) -> Type {
         match element {
             Element::Model => self.kind,
@@ -240,6 +270,22 @@ impl CudaBackend {
         self.device()
             .upload(memory.address(), &encoded(Type::F32, values))?;
         Ok(memory)
+    }
+
+    fn linear_then(
+        &self,
+        out: &CudaTensor,
+        weight: &CudaWeight,
+        bias: Option<&CudaTensor>,
+        x: &CudaTensor,
+        then: Then,
+    ) -> Result<()> {
+        out.like(x.rows, weight.rows / then.halves())?;
+        self.expect(x, "a linear's input")?;
+        let shape = [x.rows, weight.rows, weight.columns];
+        let shape = LinearShape::new([self.kind, out.kind], shape).then(then);
+        let (bias, weight) = (bias.map(CudaTensor::at), weight.memory.address());
+        self.ops.linear(out.at(), x.at(), weight, bias, &shape)
     }
 
     /// Queues bytes to the device through the pinned buffers.
@@ -355,8 +401,8 @@ impl CudaStep {
 
     /// Cuts every span into runs of rows whose query vectors a tile of attention holds.
     fn fill_groups(&self, kind: Type, staged: &mut Staged, group: usize) {
-        let (few, many) = ops::attention_tiles(kind, group);
-        for (i, tile) in [few, many].into_iter().enumerate() {
+        let tiles = ops::attention_tiles(kind, group);
+        for (i, tile) in tiles.into_iter().enumerate() {
             let at = self.offsets.at(Offsets::GROUPS[i]);
             let words = &mut staged.words.words()[at..at + 8 * self.rows];
             words.fill(0);
@@ -636,7 +682,7 @@ impl Backend for CudaBackend {
                 words: device.alloc_pinned(offsets.words() * 4)?,
                 copied: device.event()?,
                 group: 0,
-                counts: [0; 2],
+                counts: [0; 3],
             }),
             tokens: device.alloc("a step's tokens", rows * 4)?,
             read: device.alloc_pinned(rows * 4)?,
@@ -675,10 +721,8 @@ impl Backend for CudaBackend {
                 ]
             })
             .collect();
-        *self
-            .prepared
-            .lock()
-            .expect("no thread panics with two numbers") = [rows, spans];
+        let class = self.graph_class(layout);
+        *self.prepared() = Recorded { rows, spans, class };
         step.wanted = layout.wanted.len();
         step.sampled = Samples::Host(Vec::new());
 
@@ -819,18 +863,7 @@ impl Backend for CudaBackend {
         bias: Option<&CudaTensor>,
         x: &CudaTensor,
     ) -> Result<()> {
-        out.like(x.rows, weight.rows)?;
-        self.expect(x, "a linear's input")?;
-        let shape = [x.rows, weight.rows, weight.columns];
-        let bias = bias.map(CudaTensor::at);
-        self.ops.linear(
-            (out.at(), out.kind),
-            x.at(),
-            weight.memory.address(),
-            bias,
-            self.kind,
-            shape,
-        )
+        self.linear_then(out, weight, bias, x, Then::Nothing)
     }
 
     fn head_norm(&self, x: &mut CudaTensor, weight: &CudaTensor, eps: f32) -> Result<()> {
@@ -917,30 +950,32 @@ impl Backend for CudaBackend {
         let staged = self.groups(step, group)?;
         let recording = self.recording.load(Ordering::Relaxed);
         let page_size = pages.layout.page_size;
-        let (few, many) = ops::attention_tiles(self.kind, group);
+        let tiles = ops::attention_tiles(self.kind, group);
         let longest = step
             .span_rows
             .windows(2)
             .map(|rows| rows[1] - rows[0])
             .max()
             .unwrap_or(0);
-        // Heads of 16 in tiles of 16 queries are fewer products than a block has warps, so that warps share
-        // a sum: other bits than in the wider tile. No real model has such heads.
-        let narrow = longest * group <= few.queries && head_dim > 16;
-        let (array, tile): (usize, AttentionTile) = if narrow { (0, few) } else { (1, many) };
         // A recording may be replayed with its rows spread over its spans in another way: at worst each span
         // ends with a run that is not full.
-        let count = if recording {
-            let (spans, most) = (step.spans.len(), (tile.queries / group).max(1));
-            spans + (step.rows - spans.min(step.rows)) / most
-        } else {
-            staged.counts[array]
-        };
-        let count = count.min(step.rows);
+        let spans = step.spans.len();
+        let counts: [usize; 3] = std::array::from_fn(|i| {
+            let most = (tiles[i].queries / group).max(1);
+            let count = if recording {
+                spans + (step.rows - spans.min(step.rows)) / most
+            } else {
+                staged.counts[i]
+            };
+            count.min(step.rows)
+        });
         drop(staged);
-        let longest_table = step.offsets.table_width * page_size;
         let blocks = if recording {
-            longest_table.div_ceil(KEY_BLOCK)
+            let table = (step.offsets.table_width * page_size).div_ceil(KEY_BLOCK);
+            match class(step.spans.iter().map(|&[_, end, _]| end)) {
+                SHORT => table.min(SHORT_BLOCKS),
+                _ => table,
+            }
         } else {
             let blocks = |&[_, end, first]: &[usize; 3]| {
                 end.div_ceil(KEY_BLOCK) - first * page_size / KEY_BLOCK
@@ -967,12 +1002,26 @@ impl Backend for CudaBackend {
             block_slots,
         };
         let scratch = Ops::split_scratch(step.rows, heads, head_dim, block_slots);
-        let enough = count * kv_heads >= self.device().info().multiprocessors as usize;
-        let whole = array == 1 && (enough || scratch > SPLIT_SCRATCH);
+        let enough = counts[2] * kv_heads >= self.device().info().multiprocessors as usize;
+        // Heads of 16 in tiles of 16 queries are fewer products than a block has warps, so that warps share
+        // a sum: other bits than in a wider tile. No real model has such heads.
+        let (array, route) = if longest * group <= tiles[0].queries && head_dim > 16 {
+            (0, Route::Fused)
+        } else if enough || scratch > SPLIT_SCRATCH {
+            (2, Route::Whole)
+        } else {
+            (1, Route::Fused)
+        };
+        let many_blocks = blocks > SHORT_BLOCKS || counts[array] * kv_heads > ops::MOST_FUSED;
+        let route = if route == Route::Fused && many_blocks {
+            Route::Split
+        } else {
+            route
+        };
         let groups = Groups {
             address: step.address(Offsets::GROUPS[array]),
-            count,
-            tile,
+            count: counts[array],
+            tile: tiles[array],
         };
         let arrays = [queries.at(), pages.keys.address(), pages.values.address()];
         self.ops.attention(
@@ -982,7 +1031,7 @@ impl Backend for CudaBackend {
             &groups,
             &plan,
             self.kind,
-            whole,
+            route,
         )
     }
 
@@ -1167,34 +1216,48 @@ impl Backend for CudaBackend {
             .split_norm_rope_store(arrays, &inputs, &step.step_arrays(), self.kind, shape)
     }
 
+    fn linear_activation(
+        &self,
+        out: &mut CudaTensor,
+        _wide: &mut CudaTensor,
+        weight: &CudaWeight,
+        bias: Option<&CudaTensor>,
+        x: &CudaTensor,
+        activation: &Activation,
+    ) -> Result<()> {
+        let then = match activation {
+            Activation::SiluGated => Then::GatedSilu,
+            Activation::Xielu(xielu) => {
+                Then::Xielu([xielu.alpha_p, xielu.alpha_n, xielu.beta, xielu.eps])
+            }
+        };
+        self.linear_then(out, weight, bias, x, then)
+    }
+
     fn supports_graphs(&self) -> bool {
         true
     }
 
+    fn graph_class(&self, layout: &StepLayout) -> usize {
+        class(layout.positions.iter().map(|&position| position as usize + 1))
+    }
+
     fn capture(&self, body: &mut dyn FnMut() -> Result<()>) -> Result<CudaGraph> {
-        let [rows, spans] = *self
-            .prepared
-            .lock()
-            .expect("no thread panics with two numbers");
+        let step = *self.prepared();
         self.recording.store(true, Ordering::Relaxed);
         let recording = self.device().record(body);
         self.recording.store(false, Ordering::Relaxed);
         Ok(CudaGraph {
             recording: recording?,
-            rows,
-            spans,
+            step,
         })
     }
 
     fn replay(&self, graph: &CudaGraph) -> Result<()> {
-        let [rows, spans] = *self
-            .prepared
-            .lock()
-            .expect("no thread panics with two numbers");
-        if rows != graph.rows || spans > graph.spans {
+        let (now, then) = (*self.prepared(), graph.step);
+        if (now.rows, now.class) != (then.rows, then.class) || now.spans > then.spans {
             return Err(Error::Bug(format!(
-                "a recording of {} rows in {} spans was replayed for {rows} in {spans}",
-                graph.rows, graph.spans
+                "a recording of {then:?} was replayed for {now:?}"
             )));
         }
         self.device().replay(&graph.recording)

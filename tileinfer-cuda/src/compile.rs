@@ -70,7 +70,7 @@ pub fn bytecode(variant: &Variant, arch: &str) -> Result<Vec<u8>> {
 fn is_size(argument: &str) -> bool {
     matches!(
         argument,
-        "n" | "k" | "width" | "count" | "head_dim" | "vocab"
+        "k" | "width" | "count" | "head_dim" | "vocab"
     )
 }
 

@@ -18,14 +18,20 @@ pub const PAGE: usize = 64;
 /// The largest row a norm takes.
 pub const WIDEST_NORM: usize = 16384;
 
-/// Room for the partial sums of `linear_few`: 256 tiles of 64 x 128 (see [`splits`]).
-const PARTIAL_BYTES: usize = 256 * 64 * 128 * 4;
+/// Most tiles of 64 weight rows, times splits, that a weight is cut into.
+const MOST_SPLIT_TILES: usize = 1024;
 
-/// Tiles that may be waiting for their splits at a time.
-const TICKETS: usize = 256;
+/// Room for the partial sums of `linear_few`: that many tiles of 64 x 128 (see [`splits`]).
+const PARTIAL_BYTES: usize = MOST_SPLIT_TILES * 64 * 128 * 4;
+
+/// Multiprocessors of the GPUs that weights are cut for.
+const MULTIPROCESSORS: usize = 132;
 
 /// Blocks that keep the device busy while attention waits for pages.
 const ATTENTION_BLOCKS: usize = 528;
+
+/// Kv heads times groups whose keys may be folded in the kernel that finds them.
+pub const MOST_FUSED: usize = 4096;
 
 /// An open device with its kernels and the scratch they share.
 #[derive(Debug)]
@@ -34,6 +40,7 @@ pub struct Ops {
     kernels: KernelStore,
     partials: Memory,
     tickets: Memory,
+    attention_tickets: Memory,
     /// Grown when a step needs more; older ones are kept, since a recording may use them.
     scratch: Mutex<Vec<Memory>>,
 }
@@ -49,60 +56,170 @@ pub struct LinearPlan {
     pub split_columns: usize,
 }
 
-/// Into how many runs of columns a weight `[n, k]` is cut, and how many columns a run has: enough that
-/// tiles of 64 rows times splits give every multiprocessor of a large GPU two blocks, no run under 256.
+/// What is done to a layer's sums before they are rounded to the output's type.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub enum Then {
+    /// Nothing.
+    #[default]
+    Nothing,
+    /// The weight's first half gives gates, the second what they are for: `silu(gate) * up`.
+    GatedSilu,
+    /// xIELU with alpha_p, alpha_n, beta, eps.
+    Xielu([f32; 4]),
+}
+
+impl Then {
+    /// Weight rows an output.
+    pub fn halves(self) -> usize {
+        match self {
+            Then::GatedSilu => 2,
+            Then::Nothing | Then::Xielu(_) => 1,
+        }
+    }
+
+    /// `ACT`, `HALVES` and `WIDTH` of a tile of so many weight rows.
+    fn sizes(self, rows: i32) -> [i32; 3] {
+        match self {
+            Then::Nothing => [0, 1, rows],
+            Then::GatedSilu => [1, 2, rows / 2],
+            Then::Xielu(_) => [2, 1, rows],
+        }
+    }
+}
+
+/// A linear layer: types, rows, weight rows, columns, and what follows.
+#[derive(Debug, Clone, Copy)]
+pub struct LinearShape {
+    /// Of activations and, unless it is int8, of the weight.
+    pub kind: Type,
+    /// Of the output.
+    pub out: Type,
+    /// Rows of the step.
+    pub rows: usize,
+    /// Rows of the weight.
+    pub n: usize,
+    /// Its columns.
+    pub k: usize,
+    /// What follows the sum.
+    pub then: Then,
+}
+
+impl LinearShape {
+    /// `rows` rows of a weight `[n, k]`, with nothing after.
+    pub fn new([kind, out]: [Type; 2], [rows, n, k]: [usize; 3]) -> Self {
+        LinearShape {
+            kind,
+            out,
+            rows,
+            n,
+            k,
+            int8: false,
+            then: Then::Nothing,
+        }
+    }
+
+    /// The same with an int8 weight, or not.
+    pub fn int8(mut self, int8: bool) -> Self {
+        self.int8 = int8;
+        self
+    }
+
+    /// The same with something after.
+    pub fn then(mut self, then: Then) -> Self {
+        self.then = then;
+        self
+    }
+}
+
+/// The rows of a matrix on the device; where they are int8, with a scale each.
+#[derive(Debug, Clone, Copy)]
+pub struct Rows {
+    /// The values.
+    pub values: Address,
+    /// The scales, or 0.
+    pub scales: Address,
+}
+
+impl From<Address> for Rows {
+    fn from(values: Address) -> Self {
+        Rows { values, scales: 0 }
+    }
+}
+
+/// Into how many runs of columns a weight `[n, k]` is cut, and how many columns a run has: the fewest that
+/// give every multiprocessor of a large GPU two blocks and none much more than the others, no run under 256.
 /// Of the shape and the type alone: it is part of the weight's reduction tree.
 pub fn splits(kind: Type, n: usize, k: usize) -> (usize, usize) {
-    let wanted = match kind {
-        Type::Bf16 => 256 / n.div_ceil(64).max(1),
+    let tiles = n.div_ceil(64);
+    // Whether multiprocessors have one block only; how much longer the busiest works than all would if
+    // blocks could be cut anywhere, in tenths, which is what one more split costs at least.
+    let cost = |splits: usize| {
+        let blocks = tiles * splits;
+        let busiest = blocks.div_ceil(MULTIPROCESSORS) * MULTIPROCESSORS;
+        (blocks < 256, busiest * 10 / blocks, splits)
+    };
+    let fit = |&splits: &usize| k / 256 >= splits && tiles * splits <= MOST_SPLIT_TILES;
+    let candidates = [1, 2, 4, 8].into_iter().filter(|s| *s == 1 || fit(s));
+    let splits = match kind {
+        Type::Bf16 => candidates.min_by_key(|&splits| cost(splits)).unwrap_or(1),
         Type::F32 => 1,
     };
-    let splits = wanted.min(k / 256).clamp(1, 8);
-    let splits = 1 << splits.ilog2();
     let columns = k.div_ceil(splits).next_multiple_of(256);
     (k.div_ceil(columns).max(1), columns)
 }
 
 /// A plan by which few rows stream the weight: `tile` is weight rows, columns and tokens a block and how far
 /// ahead they are loaded, `hints` warps a block and blocks a multiprocessor.
-pub fn few_plan(
-    [kind, out]: [Type; 2],
-    [rows, n, k]: [usize; 3],
-    tile: [i32; 4],
-    hints: (i32, i32),
-) -> LinearPlan {
-    let (splits, split_columns) = splits(kind, n, k);
-    let aligned = n.is_multiple_of(8) && k.is_multiple_of(8);
-    let variant = Variant::new(&kernels::LINEAR_FEW, &[kind, out], &tile);
-    LinearPlan {
-        variant: variant.hints(hints.0, hints.1).aligned(aligned),
-        grid: [
-            rows.div_ceil(tile[2] as usize),
-            n.div_ceil(tile[0] as usize),
-            splits,
-        ],
-        split_columns,
-    }
+pub fn few_plan(shape: &LinearShape, tile: [i32; 4], hints: (i32, i32)) -> LinearPlan {
+    let kernel = if shape.int8 {
+        &kernels::FEW_INT8
+    } else {
+        &kernels::LINEAR_FEW
+    };
+    linear_plan_of(kernel, shape, tile, hints)
 }
 
 /// A plan by which many rows fill the tensor cores; arguments as for [`few_plan`].
-pub fn many_plan(
-    [kind, out]: [Type; 2],
-    [rows, n, k]: [usize; 3],
+pub fn many_plan(shape: &LinearShape, tile: [i32; 4], hints: (i32, i32)) -> LinearPlan {
+    let kernel = if shape.int8 {
+        &kernels::MANY_INT8
+    } else {
+        &kernels::LINEAR_MANY
+    };
+    linear_plan_of(kernel, shape, tile, hints)
+}
+
+fn linear_plan_of(
+    kernel: &'static kernels::Kernel,
+    shape: &LinearShape,
     tile: [i32; 4],
     hints: (i32, i32),
 ) -> LinearPlan {
-    let (splits, split_columns) = splits(kind, n, k);
-    let aligned = n.is_multiple_of(8) && k.is_multiple_of(8);
-    let [width, columns, tokens, latency] = tile;
-    let sizes = [width, columns, tokens, i32::from(splits > 1), latency];
-    let variant = Variant::new(&kernels::LINEAR_MANY, &[kind, out], &sizes);
+    let LinearShape {
+        kind, out, rows, n, ..
+    } = *shape;
+    let (splits, split_columns) = splits(kind, n, shape.k);
+    let width = n / shape.then.halves();
+    let then = shape.then.sizes(tile[0]);
+    let many = [&kernels::LINEAR_MANY, &kernels::MANY_INT8]
+        .iter()
+        .any(|&other| std::ptr::eq(kernel, other));
+    let mut sizes = [&tile[..], &then].concat();
+    match (shape.int8, many) {
+        (true, _) => sizes.push(2 * tile[2]),
+        (false, true) => sizes.push(i32::from(splits > 1)),
+        (false, false) => {}
+    }
+    let together = if shape.int8 { 16 } else { 8 };
+    let aligned = width.is_multiple_of(8) && shape.k.is_multiple_of(together);
     LinearPlan {
-        variant: variant.hints(hints.0, hints.1).aligned(aligned),
+        variant: Variant::new(kernel, &[kind, out], &sizes)
+            .hints(hints.0, hints.1)
+            .aligned(aligned),
         grid: [
-            rows.div_ceil(tokens as usize),
-            n.div_ceil(width as usize),
-            1,
+            rows.div_ceil(tile[2] as usize),
+            width.div_ceil(then[2] as usize),
+            if many { 1 } else { splits },
         ],
         split_columns,
     }
@@ -110,32 +227,51 @@ pub fn many_plan(
 
 /// The plan for `rows` rows of a weight `[n, k]`. Tiles from `gpu-check --sweep` on an H200, weights 6144,
 /// 4096 and 24576 x 4096 and 4096 x 12288.
-pub fn linear_plan(kind: Type, out: Type, rows: usize, n: usize, k: usize) -> LinearPlan {
-    let (types, shape) = ([kind, out], [rows, n, k]);
-    match (kind, rows) {
+pub fn linear_plan(shape: &LinearShape) -> LinearPlan {
+    let few = |tokens, warps| few_plan(shape, [64, 128, tokens, 3], warps);
+    if shape.int8 {
+        // A row is two rows of bytes.
+        return match shape.rows {
+            ..=16 => few_plan(shape, [64, 256, 16, 3], (4, 3)),
+            ..=32 => few_plan(shape, [64, 256, 32, 3], (4, 2)),
+            ..=64 => few_plan(shape, [64, 128, 64, 3], (4, 2)),
+            _ => many_plan(shape, [256, 128, 64, 3], (8, 1)),
+        };
+    }
+    match (shape.kind, shape.rows) {
         // One tile for all: plain multiplies and adds, whose order is the compiler's choice a tile.
-        (Type::F32, _) => few_plan(types, shape, [64, 32, 16, 3], (4, 2)),
+        (Type::F32, _) => few_plan(shape, [64, 32, 16, 3], (4, 2)),
         // 15.9, 11.5, 48.2 and 27.4 us; with 256 columns 16.4, 11.6, 51.7 and 27.4.
-        (Type::Bf16, ..=16) => few_plan(types, shape, [64, 128, 16, 3], (4, 3)),
-        (Type::Bf16, ..=32) => few_plan(types, shape, [64, 128, 32, 3], (4, 2)),
-        (Type::Bf16, ..=64) => few_plan(types, shape, [64, 128, 64, 3], (4, 2)),
-        (Type::Bf16, ..=128) => few_plan(types, shape, [64, 128, 128, 3], (4, 1)),
+        (Type::Bf16, ..=16) => few(16, (4, 3)),
+        (Type::Bf16, ..=32) => few(32, (4, 2)),
+        (Type::Bf16, ..=64) => few(64, (4, 2)),
+        (Type::Bf16, ..=128) => few(128, (4, 1)),
         // 4096 rows: 630 to 695 TFLOP/s. Too few such tiles leave multiprocessors idle.
-        (Type::Bf16, _) if rows.div_ceil(128) * n.div_ceil(256) >= 96 => {
-            many_plan(types, shape, [256, 64, 128, 4], (8, 1))
+        (Type::Bf16, rows) if rows.div_ceil(128) * shape.n.div_ceil(256) >= 96 => {
+            many_plan(shape, [256, 64, 128, 4], (8, 1))
         }
-        (Type::Bf16, _) => many_plan(types, shape, [256, 64, 64, 3], (8, 1)),
+        (Type::Bf16, _) => many_plan(shape, [256, 64, 64, 3], (8, 1)),
     }
 }
 
-/// The norm kernel from rows of type `stream` and of `width` to rows of `kind`; `residual` for the form that adds first.
-pub fn norm_variant(stream: Type, kind: Type, width: usize, residual: bool) -> Variant {
+/// The kernel that rounds rows of activations of `width`.
+pub fn rounding_variant(kind: Type, width: usize) -> Variant {
+    let tile = width.next_power_of_two().max(64) as i32;
+    let variant = Variant::new(&kernels::ROUND_ACTIVATIONS, &[kind], &[tile]);
+    variant
+        .hints(if tile > 4096 { 8 } else { 4 }, 2)
+        .aligned(width.is_multiple_of(8))
+}
+
+/// The norm kernel from rows of type `stream` and of `width` to rows of `kind`; `residual` for the form that adds
+/// first, `bytes` for the one that leaves its rows for int8 weights as well.
+pub fn norm_variant(stream: Type, kind: Type, width: usize, residual: bool, bytes: bool) -> Variant {
     let tile = width.next_power_of_two().clamp(64, WIDEST_NORM) as i32;
     let rows = (1024 / tile).max(1);
     let variant = Variant::new(
         &kernels::RMS_NORM,
         &[stream, kind],
-        &[rows, tile, i32::from(residual)],
+        &[rows, tile, i32::from(residual), i32::from(bytes)],
     );
     variant
         .hints(if tile > 4096 { 8 } else { 4 }, 2)
@@ -175,10 +311,22 @@ pub struct AttentionTile {
     pub latency: i32,
 }
 
+/// How attention goes through its keys.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Route {
+    /// Each block of threads folds all keys of its queries: enough queries to fill the device.
+    Whole,
+    /// Keys are split over blocks, and the last of a query's blocks folds what they found.
+    Fused,
+    /// Keys are split over blocks, and a second kernel folds: many blocks.
+    Split,
+}
+
 /// An attention kernel for heads of `head_dim`.
 pub fn attention_variant(
     kernel: &'static kernels::Kernel,
     kind: Type,
+    route: Route,
     tile: AttentionTile,
     head_dim: usize,
     page_size: usize,
@@ -189,29 +337,28 @@ pub fn attention_variant(
         return Variant::new(kernel, &[kind], &[width, 0]).aligned(aligned);
     }
     let page = if page_size == PAGE { PAGE as i32 } else { 0 };
-    let variant = Variant::new(
-        kernel,
-        &[kind],
-        &[tile.queries as i32, width, page, tile.latency],
-    );
+    let mut sizes = vec![tile.queries as i32, width, page, tile.latency];
+    if std::ptr::eq(kernel, &kernels::ATTEND_SPLIT) {
+        sizes.push(i32::from(route == Route::Fused));
+    }
+    let variant = Variant::new(kernel, &[kind], &sizes);
     variant.hints(tile.warps, tile.occupancy).aligned(aligned)
 }
 
-/// Tiles of attention for kv heads that a `group` of query heads shares: for few query vectors, for many.
-pub fn attention_tiles(kind: Type, group: usize) -> (AttentionTile, AttentionTile) {
+/// Tiles of attention for kv heads that a `group` of query heads shares: for few query vectors and for more,
+/// keys split over blocks, and for many, keys whole.
+pub fn attention_tiles(kind: Type, group: usize) -> [AttentionTile; 3] {
     // Four warps always: with eight, tileiras 13.5.37 makes wrong code of these kernels for sm_90.
-    let tile = |queries, occupancy| AttentionTile {
-        queries,
+    let tile = |queries: usize, occupancy| AttentionTile {
+        queries: queries.max(group.next_power_of_two()),
         warps: 4,
         occupancy,
         latency: 2,
     };
-    let least = group.next_power_of_two();
     match kind {
-        Type::F32 => (tile(least.max(16), 2), tile(least.max(16), 2)),
-        // H200, 32 query and 8 kv heads of 128: one row at 4096 positions 11.6 us, at 32768 50 us; 4096 rows
-        // 0.81 ms with 32 vectors a block, 1.02 with 64 (it spills), 1.05 with 16.
-        Type::Bf16 => (tile(least.max(16), 4), tile(least.max(32), 2)),
+        Type::F32 => [tile(16, 2); 3],
+        // H200, 32 query and 8 kv heads of 128: one row at 4096 positions 11.6 us, at 32768 50 us.
+        Type::Bf16 => [tile(16, 4), tile(32, 2), tile(64, 2)],
     }
 }
 
@@ -295,13 +442,16 @@ impl Ops {
         let device = Device::open(ordinal)?;
         let kernels = KernelStore::open(&device, options)?;
         let partials = device.alloc("partial sums", PARTIAL_BYTES)?;
-        let tickets = device.alloc("tickets of partial sums", TICKETS * 4)?;
-        device.queue_fill(tickets.address(), 0, TICKETS * 4)?;
+        let tickets = device.alloc("tickets of partial sums", MOST_SPLIT_TILES * 4)?;
+        device.queue_fill(tickets.address(), 0, MOST_SPLIT_TILES * 4)?;
+        let attention_tickets = device.alloc("tickets of attention", MOST_FUSED * 4)?;
+        device.queue_fill(attention_tickets.address(), 0, MOST_FUSED * 4)?;
         Ok(Ops {
             device,
             kernels,
             partials,
             tickets,
+            attention_tickets,
             scratch: Mutex::default(),
         })
     }
@@ -327,24 +477,16 @@ impl Ops {
         unsafe { self.device.launch(&function, grid, arguments) }
     }
 
-    /// `y = W x + bias` for `rows` rows, `W` `[n, k]`.
+    /// `y = then(W x + bias)`, `W` `[n, k]`.
     pub fn linear(
         &self,
-        (y, out): (Address, Type),
-        x: Address,
-        w: Address,
+        y: Address,
+        x: Rows,
+        w: Rows,
         bias: Option<Address>,
-        kind: Type,
-        [rows, n, k]: [usize; 3],
+        shape: &LinearShape,
     ) -> Result<()> {
-        self.linear_by(
-            &linear_plan(kind, out, rows, n, k),
-            y,
-            x,
-            w,
-            bias,
-            [rows, n, k],
-        )
+        self.linear_by(&linear_plan(shape), y, x, w, bias, shape)
     }
 
     /// [`Ops::linear`] by a plan of one's own for that shape.
@@ -352,24 +494,59 @@ impl Ops {
         &self,
         plan: &LinearPlan,
         y: Address,
-        x: Address,
-        w: Address,
+        x: Rows,
+        w: Rows,
         bias: Option<Address>,
-        [rows, n, k]: [usize; 3],
+        shape: &LinearShape,
     ) -> Result<()> {
-        let mut arguments: Vec<Argument> = [y, x, w, bias.unwrap_or(0)].map(Argument::from).into();
-        arguments.push(i32::from(bias.is_some()).into());
-        if std::ptr::eq(plan.variant.kernel, &kernels::LINEAR_FEW) {
+        let operands = match shape.int8 {
+            true => vec![y, x.values, x.scales, w.values, w.scales],
+            false => vec![y, x.values, w.values],
+        };
+        let mut arguments: Vec<Argument> = operands.into_iter().map(Argument::from).collect();
+        arguments.extend([
+            bias.unwrap_or(0).into(),
+            i32::from(bias.is_some()).into(),
+        ]);
+        let few = [&kernels::LINEAR_FEW, &kernels::FEW_INT8]
+            .iter()
+            .any(|&few| std::ptr::eq(plan.variant.kernel, few));
+        if few {
             arguments.extend([self.partials.address(), self.tickets.address()].map(Argument::from));
         }
-        arguments.extend([rows, n, k, plan.split_columns].map(Argument::from));
+        let width = shape.n / shape.then.halves();
+        arguments.extend([shape.rows, width, shape.k].map(Argument::from));
+        if few || !shape.int8 {
+            arguments.push(plan.split_columns.into());
+        }
+        let scalars = match shape.then {
+            Then::Xielu(scalars) => scalars,
+            Then::Nothing | Then::GatedSilu => [0.0; 4],
+        };
+        arguments.extend(scalars.map(Argument::from));
         self.launch(&plan.variant, plan.grid, &arguments)
     }
 
-    /// `out = rms_norm(x) * weight`, after `x += delta` if there is one.
+    /// Rounds rows of activations for int8 weights: bytes `[2, rows, width]` and a scale a row.
+    pub fn round_activations(
+        &self,
+        out: Rows,
+        x: Address,
+        kind: Type,
+        [rows, width]: [usize; 2],
+    ) -> Result<()> {
+        let addresses = [out.values, out.scales, x].map(Argument::from);
+        let numbers = [rows.into(), width.into()];
+        let arguments = [&addresses[..], &numbers].concat();
+        self.launch(&rounding_variant(kind, width), [rows, 1, 1], &arguments)
+    }
+
+    /// `out = rms_norm(x) * weight`, after `x += delta` if there is one; the rows go to `bytes` as well, if there
+    /// are any, as by [`Ops::round_activations`].
     pub fn rms_norm(
         &self,
         out: Address,
+        bytes: Option<Rows>,
         x: Address,
         delta: Option<Address>,
         weight: Address,
@@ -377,8 +554,10 @@ impl Ops {
         [rows, width]: [usize; 2],
         eps: f32,
     ) -> Result<()> {
-        let variant = norm_variant(stream, kind, width, delta.is_some());
-        let addresses = [out, x, delta.unwrap_or(0), weight].map(Argument::from);
+        let variant = norm_variant(stream, kind, width, delta.is_some(), bytes.is_some());
+        let to = bytes.unwrap_or(Rows::from(0));
+        let addresses = [out, to.values, to.scales, x, delta.unwrap_or(0), weight];
+        let addresses = addresses.map(Argument::from);
         let numbers = [rows.into(), width.into(), eps.into()];
         let grid = [rows.div_ceil(variant.sizes[0] as usize), 1, 1];
         self.launch(&variant, grid, &[&addresses[..], &numbers].concat())
@@ -570,8 +749,7 @@ impl Ops {
         )
     }
 
-    /// Attention of every row. `whole`: each block folds all keys of its queries (enough queries to fill
-    /// the device); else the keys are split over blocks and folded after. The results are the same.
+    /// Attention of every row. All routes give the same bits.
     pub fn attention(
         &self,
         out: Address,
@@ -580,8 +758,18 @@ impl Ops {
         groups: &Groups,
         plan: &AttentionPlan,
         kind: Type,
-        whole: bool,
+        route: Route,
     ) -> Result<()> {
+        let variant = |kernel| {
+            attention_variant(
+                kernel,
+                kind,
+                route,
+                groups.tile,
+                plan.head_dim,
+                plan.page_size,
+            )
+        };
         // exp2 in the kernel: the factor of the natural exponent goes into the scale.
         let scale = (f64::from(plan.scale) * std::f64::consts::LOG2_E) as f32;
         let shape = [
@@ -602,39 +790,28 @@ impl Ops {
             step.tables.into(),
             groups.address.into(),
         ];
-        if whole {
-            let mut arguments = vec![out.into()];
-            arguments.extend(sources);
-            arguments.extend(shape);
-            let variant = attention_variant(
-                &kernels::ATTEND_WHOLE,
-                kind,
-                groups.tile,
-                plan.head_dim,
-                plan.page_size,
-            );
-            return self.launch(&variant, [groups.count, plan.kv_heads, 1], &arguments);
+        if route == Route::Whole {
+            let arguments = [&[out.into()], &sources[..], &shape].concat();
+            let grid = [groups.count, plan.kv_heads, 1];
+            return self.launch(&variant(&kernels::ATTEND_WHOLE), grid, &arguments);
         }
         let vectors = step.rows * plan.heads * plan.block_slots;
         let numbers = vectors.next_multiple_of(64);
         let scratch = self.scratch((numbers * plan.head_dim + 2 * numbers) * 4)?;
         let maxima = scratch + (numbers * plan.head_dim * 4) as Address;
         let weights = maxima + (numbers * 4) as Address;
-        let mut arguments = vec![scratch.into(), maxima.into(), weights.into()];
-        arguments.extend(sources);
-        arguments.extend(shape);
+        let partial = [scratch.into(), maxima.into(), weights.into()];
+        let results = [out.into(), self.attention_tickets.address().into()];
+        let mut arguments = [&results, &partial[..], &sources, &shape].concat();
         arguments.push(plan.block_slots.into());
         let workers = ATTENTION_BLOCKS
             .div_ceil(plan.kv_heads * groups.count.max(1))
             .min(plan.blocks.max(1));
-        let variant = attention_variant(
-            &kernels::ATTEND_SPLIT,
-            kind,
-            groups.tile,
-            plan.head_dim,
-            plan.page_size,
-        );
-        self.launch(&variant, [workers, plan.kv_heads, groups.count], &arguments)?;
+        let grid = [workers, plan.kv_heads, groups.count];
+        self.launch(&variant(&kernels::ATTEND_SPLIT), grid, &arguments)?;
+        if route == Route::Fused {
+            return Ok(());
+        }
         let arguments = [
             out.into(),
             scratch.into(),
@@ -648,14 +825,8 @@ impl Ops {
             plan.page_size.into(),
             plan.block_slots.into(),
         ];
-        let variant = attention_variant(
-            &kernels::FOLD,
-            kind,
-            groups.tile,
-            plan.head_dim,
-            plan.page_size,
-        );
-        self.launch(&variant, [plan.heads, step.rows, 1], &arguments)
+        let grid = [plan.heads, step.rows, 1];
+        self.launch(&variant(&kernels::FOLD), grid, &arguments)
     }
 
     /// Bytes of scratch that split attention needs.
@@ -720,10 +891,19 @@ pub fn catalog() -> Vec<Variant> {
     for kind in [Type::Bf16, Type::F32] {
         for aligned in [true, false] {
             let odd = usize::from(!aligned);
-            for out in [kind, Type::F32] {
+            for (out, then) in [
+                (kind, Then::Nothing),
+                (Type::F32, Then::Nothing),
+                (kind, Then::GatedSilu),
+                (kind, Then::Xielu([0.0; 4])),
+            ] {
                 for rows in [1, 32, 64, 128, 256, 4096] {
-                    for n in [4096, 8320, 65536] {
-                        all.push(linear_plan(kind, out, rows, n + odd, 4096).variant);
+                    // Cut into splits, and not.
+                    for n in [4096, 24576, 151_936] {
+                        let shape = [rows, n + 2 * odd, 4096];
+                        let shape = LinearShape::new([kind, out], shape).then(then);
+                        all.push(linear_plan(&shape).variant);
+                        all.push(linear_plan(&shape.int8(true)).variant);
                     }
                 }
             }
@@ -734,10 +914,17 @@ pub fn catalog() -> Vec<Variant> {
                 &[64]
             };
             for width in widths.iter().map(|width| width - odd) {
-                all.push(norm_variant(kind, kind, width, false));
-                all.extend(
-                    [false, true].map(|residual| norm_variant(Type::F32, kind, width, residual)),
-                );
+                all.push(norm_variant(kind, kind, width, false, false));
+                for residual in [false, true] {
+                    for bytes in [false, true] {
+                        all.push(norm_variant(Type::F32, kind, width, residual, bytes));
+                    }
+                }
+                all.push(rounding_variant(kind, width));
+            }
+            if aligned {
+                all.push(rounding_variant(kind, 16384));
+                all.push(rounding_variant(kind, 32768));
             }
             for kernel in [&kernels::SILU_GATED, &kernels::XIELU] {
                 all.push(stretch_variant(kernel, &[kind], 1024 + odd));
@@ -763,19 +950,22 @@ pub fn catalog() -> Vec<Variant> {
             }
         }
         for head_dim in [16, 32, 64, 128, 256] {
-            let (few, many) = attention_tiles(kind, 1);
+            let [few, more, many] = attention_tiles(kind, 1);
             for page_size in [PAGE, 4]
                 .into_iter()
                 .filter(|&size| size == PAGE || head_dim <= 128)
             {
-                let variant =
-                    |kernel, tile| attention_variant(kernel, kind, tile, head_dim, page_size);
-                all.push(variant(&kernels::FOLD, few));
-                all.extend([
-                    variant(&kernels::ATTEND_SPLIT, few),
-                    variant(&kernels::ATTEND_SPLIT, many),
-                ]);
-                all.push(variant(&kernels::ATTEND_WHOLE, many));
+                let variant = |kernel, route, tile| {
+                    attention_variant(kernel, kind, route, tile, head_dim, page_size)
+                };
+                for tile in [few, more] {
+                    all.extend([
+                        variant(&kernels::ATTEND_SPLIT, Route::Fused, tile),
+                        variant(&kernels::ATTEND_SPLIT, Route::Split, tile),
+                    ]);
+                }
+                all.push(variant(&kernels::FOLD, Route::Split, few));
+                all.push(variant(&kernels::ATTEND_WHOLE, Route::Whole, many));
             }
         }
     }
@@ -802,24 +992,23 @@ pub fn sweep_tiles() -> Vec<AttentionTile> {
     };
     [
         (16, 4, 4, 2),
-        (16, 4, 4, 1),
-        (16, 4, 6, 1),
-        (16, 4, 3, 3),
         (32, 4, 2, 2),
-        (32, 4, 3, 2),
-        (32, 4, 3, 1),
-        (32, 4, 2, 3),
+        (64, 4, 2, 2),
+        (64, 4, 1, 2),
+        (64, 4, 2, 3),
+        (64, 4, 3, 2),
+        (128, 8, 1, 2),
+        (128, 4, 1, 2),
     ]
     .map(tile)
     .into()
 }
 
 /// Plans of linears that `gpu-check --sweep` tries at a shape.
-pub fn sweep_plans(shape: [usize; 3]) -> Vec<LinearPlan> {
-    let types = [Type::Bf16; 2];
-    let few = |tile, hints| few_plan(types, shape, tile, hints);
-    let many = |tile, hints| many_plan(types, shape, tile, hints);
-    match shape[0] {
+pub fn sweep_plans(shape: &LinearShape) -> Vec<LinearPlan> {
+    let few = |tile, hints| few_plan(shape, tile, hints);
+    let many = |tile, hints| many_plan(shape, tile, hints);
+    match shape.rows {
         ..=16 => vec![
             few([64, 256, 16, 3], (4, 2)),
             few([64, 256, 16, 2], (4, 3)),
@@ -881,7 +1070,7 @@ mod tests {
                 );
                 let tiles = n.div_ceil(64) * count;
                 assert!(
-                    count == 1 || tiles * 64 * 128 * 4 <= PARTIAL_BYTES && tiles <= TICKETS,
+                    count == 1 || tiles <= MOST_SPLIT_TILES,
                     "{n} x {k}"
                 );
                 assert_eq!(splits(Type::F32, n, k).0, 1);
@@ -910,14 +1099,23 @@ mod tests {
             for kind in [Type::Bf16, Type::F32] {
                 let (q, kv) = (heads * head_dim, kv_heads * head_dim);
                 for rows in [1, 16, 17, 32, 64, 100, 129, 200, 512, 700, 4096] {
-                    has(linear_plan(kind, kind, rows, q + 2 * kv, hidden).variant);
-                    has(linear_plan(kind, kind, rows, 2 * wide, hidden).variant);
-                    has(linear_plan(kind, Type::F32, rows, hidden, q).variant);
-                    has(linear_plan(kind, Type::F32, rows, hidden, wide).variant);
-                    has(linear_plan(kind, Type::F32, rows, vocab, hidden).variant);
+                    for (out, n, k, then) in [
+                        (kind, q + 2 * kv, hidden, Then::Nothing),
+                        (kind, 2 * wide, hidden, Then::GatedSilu),
+                        (kind, wide, hidden, Then::Xielu([0.0; 4])),
+                        (Type::F32, hidden, q, Then::Nothing),
+                        (Type::F32, hidden, wide, Then::Nothing),
+                        (Type::F32, vocab, hidden, Then::Nothing),
+                    ] {
+                        let shape = LinearShape::new([kind, out], [rows, n, k]).then(then);
+                        has(linear_plan(&shape).variant);
+                        has(linear_plan(&shape.int8(true)).variant);
+                        has(rounding_variant(kind, k));
+                    }
                 }
-                has(norm_variant(Type::F32, kind, hidden, false));
-                has(norm_variant(Type::F32, kind, hidden, true));
+                for [residual, bytes] in [[false, false], [false, true], [true, false], [true, true]] {
+                    has(norm_variant(Type::F32, kind, hidden, residual, bytes));
+                }
                 has(stretch_variant(
                     &kernels::GATHER,
                     &[kind, Type::F32],
@@ -931,30 +1129,17 @@ mod tests {
                     kind,
                     head_dim,
                 ));
-                let (few, many) = attention_tiles(kind, heads / kv_heads);
-                for tile in [few, many] {
-                    has(attention_variant(
-                        &kernels::ATTEND_SPLIT,
-                        kind,
-                        tile,
-                        head_dim,
-                        PAGE,
-                    ));
-                    has(attention_variant(
-                        &kernels::FOLD,
-                        kind,
-                        tile,
-                        head_dim,
-                        PAGE,
-                    ));
+                let [few, more, many] = attention_tiles(kind, heads / kv_heads);
+                for (kernel, route, tile) in [
+                    (&kernels::ATTEND_SPLIT, Route::Fused, few),
+                    (&kernels::ATTEND_SPLIT, Route::Fused, more),
+                    (&kernels::ATTEND_SPLIT, Route::Split, few),
+                    (&kernels::ATTEND_SPLIT, Route::Split, more),
+                    (&kernels::FOLD, Route::Split, few),
+                    (&kernels::ATTEND_WHOLE, Route::Whole, many),
+                ] {
+                    has(attention_variant(kernel, kind, route, tile, head_dim, PAGE));
                 }
-                has(attention_variant(
-                    &kernels::ATTEND_WHOLE,
-                    kind,
-                    many,
-                    head_dim,
-                    PAGE,
-                ));
             }
             has(argmax_parts_variant(vocab));
             has(argmax_variant(vocab));

@@ -15,7 +15,7 @@ use tileinfer_cuda::CudaBackend;
 use tileinfer_cuda::driver::{Address, Memory};
 use tileinfer_cuda::kernels::{self, Type};
 use tileinfer_cuda::ops::{
-    AttentionPlan, Groups, HeadInputs, Ops, PAGE, StepArrays, attention_tiles, attention_variant,
+    AttentionPlan, Groups, HeadInputs, LinearShape, Ops, PAGE, Route, StepArrays, Then, attention_tiles, attention_variant,
     sweep_plans, sweep_tiles,
 };
 use tileinfer_cuda::store::KernelOptions;
@@ -149,13 +149,15 @@ impl Checker {
         let mut variants = Vec::new();
         for rows in SWEEP_ROWS {
             for (n, k) in SWEEP_WEIGHTS {
-                variants.extend(sweep_plans([rows, n, k]).iter().map(|plan| plan.variant));
+                let shape = LinearShape::new([Type::Bf16; 2], [rows, n, k]);
+                variants.extend(sweep_plans(&shape).iter().map(|plan| plan.variant));
             }
         }
-        for kernel in [&kernels::ATTEND_SPLIT, &kernels::ATTEND_WHOLE] {
-            let variant = |tile| attention_variant(kernel, Type::Bf16, tile, 128, PAGE);
-            variants.extend(sweep_tiles().into_iter().map(variant));
-        }
+        let variant = |tile| {
+            let kernel = &kernels::ATTEND_WHOLE;
+            attention_variant(kernel, Type::Bf16, Route::Whole, tile, 128, PAGE)
+        };
+        variants.extend(sweep_tiles().into_iter().map(variant));
         let mut seen = std::collections::HashSet::new();
         variants.retain(|variant| seen.insert(*variant));
         self.ops.kernels().prefetch(&variants)?;
@@ -318,8 +320,8 @@ impl Checker {
                         );
                         let y = self.poisoned(out, rows * n)?;
                         let bias = biased.then_some(b.at());
-                        self.ops
-                            .linear((y.at(), out), x.at(), w.at(), bias, kind, [rows, n, k])?;
+                        let shape = LinearShape::new([kind, out], [rows, n, k]);
+                        self.ops.linear(y.at(), x.at(), w.at(), bias, &shape)?;
                         let bound = if out == Type::Bf16 { 4e-3 } else { 2e-6 };
                         let what = format!("linear {kind:?}->{out:?} {rows} x [{n}, {k}]");
                         let got = self.read(&y)?;
@@ -347,14 +349,9 @@ impl Checker {
             let x = self.values(kind, rows * k, 1.0);
             let (w, x) = (self.array(kind, &w)?, self.array(kind, &x)?);
             let all = self.poisoned(Type::F32, rows * n)?;
-            self.ops.linear(
-                (all.at(), Type::F32),
-                x.at(),
-                w.at(),
-                None,
-                kind,
-                [rows, n, k],
-            )?;
+            let types = [kind, Type::F32];
+            let shape = LinearShape::new(types, [rows, n, k]);
+            self.ops.linear(all.at(), x.at(), w.at(), None, &shape)?;
             let all = self.read(&all)?;
             for at_once in [1, 16, 30, 40, 100] {
                 let first = 7;
@@ -365,14 +362,9 @@ impl Checker {
                 self.ops
                     .device()
                     .queue_copy(copy.at(), from, at_once * k * kind.bytes())?;
-                self.ops.linear(
-                    (some.at(), Type::F32),
-                    copy.at(),
-                    w.at(),
-                    None,
-                    kind,
-                    [at_once, n, k],
-                )?;
+                let shape = LinearShape::new(types, [at_once, n, k]);
+                self.ops
+                    .linear(some.at(), copy.at(), w.at(), None, &shape)?;
                 let got = self.read(&some)?;
                 self.same(
                     &format!("{kind:?} [{n}, {k}]: {at_once} rows as among {rows}"),
@@ -495,6 +487,8 @@ impl Checker {
                 let got = self.read(&out)?;
                 self.close(&format!("xielu {kind:?} {count}"), &got, &want, bound);
 
+                self.fused_activation(kind, rows, width)?;
+
                 let a = self.values(kind, count, 1.0);
                 let b = self.values(kind, count, 1.0);
                 let want: Vec<f32> = a.iter().zip(&b).map(|(a, b)| round(kind, a + b)).collect();
@@ -502,6 +496,48 @@ impl Checker {
                 self.ops.add(a.at(), b.at(), [kind; 2], count)?;
                 let got = self.read(&a)?;
                 self.same(&format!("add {kind:?} {count}"), &got, &want);
+            }
+        }
+        Ok(())
+    }
+
+    /// An activation in the product's kernel gives what the product and the activation give one by one, for
+    /// few rows and for many, with a weight cut into splits or not.
+    fn fused_activation(&mut self, kind: Type, rows: usize, width: usize) -> Result<()> {
+        for (rows, k) in [(rows, 512), (150, 64), (300, 1536)] {
+            let x = self.values(kind, rows * k, 1.0);
+            let w = self.values(kind, 2 * width * k, 0.2);
+            let b = self.values(kind, 2 * width, 1.0);
+            let (x, w, b) = (
+                self.array(kind, &x)?,
+                self.array(kind, &w)?,
+                self.array(kind, &b)?,
+            );
+            for (then, n) in [
+                (Then::GatedSilu, 2 * width),
+                (Then::Xielu([0.8, 1.3, 0.5, -1e-6]), width),
+            ] {
+                let wide = self.poisoned(kind, rows * n)?;
+                let plain = self.poisoned(kind, rows * width)?;
+                let fused = self.poisoned(kind, rows * width)?;
+                let shape = LinearShape::new([kind; 2], [rows, n, k]);
+                let bias = Some(b.at());
+                self.ops.linear(wide.at(), x.at(), w.at(), bias, &shape)?;
+                match then {
+                    Then::Xielu(scalars) => {
+                        let count = rows * width;
+                        self.ops
+                            .xielu(plain.at(), wide.at(), kind, count, scalars)?;
+                    }
+                    _ => self
+                        .ops
+                        .silu_gated(plain.at(), wide.at(), kind, [rows, width])?,
+                }
+                self.ops
+                    .linear(fused.at(), x.at(), w.at(), bias, &shape.then(then))?;
+                let (plain, fused) = (self.read(&plain)?, self.read(&fused)?);
+                let what = format!("{then:?} {kind:?} {rows} x {k} -> {width} in the product");
+                self.same(&what, &fused, &plain);
             }
         }
         Ok(())
@@ -772,7 +808,7 @@ impl Checker {
         }
 
         let group = heads / kv_heads;
-        let (few, many) = attention_tiles(kind, group);
+        let [few, more, many] = attention_tiles(kind, group);
         let device_positions = self.integers(&positions)?;
         let device_meta = self.integers(&row_meta)?;
         let device_tables = self.integers(&tables)?;
@@ -806,14 +842,18 @@ impl Checker {
         );
         let mut results = Vec::new();
         let tries = if sweep {
-            sweep_tiles()
-                .into_iter()
-                .flat_map(|tile| [(tile, false), (tile, true), (tile, false)])
-                .collect()
+            let whole = sweep_tiles().into_iter().map(|tile| (tile, Route::Whole));
+            std::iter::once((few, Route::Split)).chain(whole).collect()
         } else {
-            vec![(few, false), (many, false), (many, true)]
+            vec![
+                (few, Route::Split),
+                (few, Route::Fused),
+                (more, Route::Split),
+                (more, Route::Fused),
+                (many, Route::Whole),
+            ]
         };
-        for &(tile, whole) in &tries {
+        for &(tile, route) in &tries {
             let mut groups = Vec::new();
             let mut first = 0;
             for (s, &(cached, new)) in spans.iter().enumerate() {
@@ -851,12 +891,12 @@ impl Checker {
                 &groups,
                 &plan,
                 kind,
-                whole,
+                route,
             )?;
             results.push(self.read(&out)?);
         }
-        for ((tile, whole), result) in tries.iter().zip(&results) {
-            let what = format!("{what}: {tile:?} whole {whole}");
+        for ((tile, route), result) in tries.iter().zip(&results) {
+            let what = format!("{what}: {tile:?} {route:?}");
             self.close(
                 &what,
                 result,
@@ -985,7 +1025,8 @@ impl Checker {
                 let ops = &self.ops;
                 let time = self.time(copies, |i| {
                     let w = pool.address() + (i % copies * bytes) as Address;
-                    ops.linear((y.at(), kind), x.at(), w, None, kind, [rows, n, k])
+                    let shape = LinearShape::new([kind; 2], [rows, n, k]);
+                    ops.linear(y.at(), x.at(), w, None, &shape)
                 })?;
                 line += &format!(
                     " {rows} rows {time:.1} us ({:.0} GB/s)",
@@ -999,7 +1040,8 @@ impl Checker {
                 let ops = &self.ops;
                 let time = self.time(4, |i| {
                     let w = pool.address() + (i * n * k * 2) as Address;
-                    ops.linear((y.at(), kind), x.at(), w, None, kind, [rows, n, k])
+                    let shape = LinearShape::new([kind; 2], [rows, n, k]);
+                    ops.linear(y.at(), x.at(), w, None, &shape)
                 })?;
                 println!(
                     "linear {rows} rows, {n} x {k}: {time:.1} us, {:.0} TFLOP/s",
@@ -1047,11 +1089,12 @@ impl Checker {
                 let k = if rows > 512 { 4096 } else { k };
                 let bytes = n * k * 2;
                 let copies = ((2usize << 30) / bytes).min(if rows > 128 { 4 } else { 16 });
-                for plan in sweep_plans([rows, n, k]) {
+                let shape = LinearShape::new([kind; 2], [rows, n, k]);
+                for plan in sweep_plans(&shape) {
                     let ops = &self.ops;
                     let time = self.time(copies, |i| {
                         let w = pool.at() + (i % copies * bytes) as Address;
-                        ops.linear_by(&plan, y.at(), x.at(), w, None, [rows, n, k])
+                        ops.linear_by(&plan, y.at(), x.at(), w, None, &shape)
                     })?;
                     let (rate, flops) = (
                         bytes as f64 / time / 1e3,
@@ -1094,14 +1137,19 @@ impl Checker {
             let pages = (table_width * sequences).min(2000);
             let layer = pages * kv_heads * PAGE * head_dim * 2;
             let layers = ((2usize << 30) / layer).clamp(1, 24);
-            let (few, many) = attention_tiles(kind, group);
-            let chosen = if new * group <= few.queries {
-                few
-            } else {
-                many
-            };
-            let tiles = if sweep { sweep_tiles() } else { vec![chosen] };
-            for tile in tiles {
+            let [few, more, many] = attention_tiles(kind, group);
+            let split = if new * group <= few.queries { few } else { more };
+            let mut tries = Vec::new();
+            if rows <= 512 {
+                tries.extend([(split, Route::Split), (split, Route::Fused)]);
+            }
+            if sequences == 1 && rows > 512 {
+                tries.push((many, Route::Whole));
+                if sweep {
+                    tries.extend(sweep_tiles().into_iter().map(|tile| (tile, Route::Whole)));
+                }
+            }
+            for (tile, route) in tries {
                 let size = tile.queries / group;
                 let mut groups = Vec::new();
                 let mut meta = Vec::new();
@@ -1152,10 +1200,7 @@ impl Checker {
                     block_slots: context.div_ceil(256) + 1,
                 };
                 let out = self.poisoned(kind, rows * heads * head_dim)?;
-                for whole in [false, true] {
-                    if (!whole && rows > 512) || (whole && tile == few) {
-                        continue;
-                    }
+                {
                     let ops = &self.ops;
                     let time = self.time(layers, |i| {
                         let keys = pool.at() + (i * layer) as Address;
@@ -1167,7 +1212,7 @@ impl Checker {
                             &groups,
                             &plan,
                             kind,
-                            whole,
+                            route,
                         )
                     })?;
                     let bytes = (2 * context * sequences * kv_heads * head_dim * 2) as f64;
@@ -1175,8 +1220,7 @@ impl Checker {
                         * (rows * heads * head_dim) as f64
                         * (context as f64 - new as f64 / 2.0);
                     println!(
-                        "attention {sequences} x {new} rows at {context}, {tile:?} {}: {time:.1} us, {:.0} GB/s, {:.0} TFLOP/s",
-                        if whole { "whole" } else { "split" },
+                        "attention {sequences} x {new} rows at {context}, {tile:?} {route:?}: {time:.1} us, {:.0} GB/s, {:.0} TFLOP/s",
                         bytes / time / 1e3,
                         flops / time / 1e6
                     );

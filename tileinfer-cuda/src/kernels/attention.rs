@@ -1,10 +1,12 @@
 //! Paged grouped-query attention: blocks of 256 keys by absolute position, folded left to right.
 //!
-//! Keys stand on the left of both products, so that a page of 64 keys fills the tensor core whatever the
-//! number of queries: `S^T = K Q^T`, `O^T = V^T P^T`. Within a block of 256 keys four pages are folded with
-//! a running maximum; blocks are then folded into the result (arXiv:1805.02867). Every arithmetic step of
-//! a query's column is the same in `attend_split` + `fold` and in `attend_whole`, whatever stands in the columns beside it; the weights of the softmax are
-//! summed by the tensor core as well, since the order of a plain reduction depends on the tile's layout.
+//! For few queries, keys stand on the left of both products, so that a page of 64 keys fills the tensor core
+//! whatever the number of queries: `S^T = K Q^T`, `O^T = V^T P^T` (`attend_split`). For many, queries do:
+//! `S = Q K^T`, `O = P V` (`attend_whole`); a sum's bits do not depend on the side. Within a block of 256
+//! keys four pages are folded with a running maximum; blocks are then folded into the result
+//! (arXiv:1805.02867). Every arithmetic step of a query is the same in all three kernels, whatever stands
+//! beside it; the weights of the softmax are summed by the tensor core as well, since the order of a plain
+//! reduction depends on the tile's layout.
 
 #[cutile::module]
 #[allow(missing_docs)]
@@ -12,8 +14,8 @@ pub mod attention {
     use super::super::views::views::*;
     use cutile::core::*;
 
-    /// The query vectors of one kv head of a group of rows, one a column: query head by query head, row by
-    /// row. Columns past the group's are zero.
+    /// The query vectors of one kv head of a group of rows, query head by query head, row by row. Those past
+    /// the group's are zero.
     ///
     /// # Safety
     /// As for the entry points below.
@@ -22,7 +24,7 @@ pub mod attention {
         queries: *mut E,
         offsets: Tile<i32, { [BQ, D] }>,
         live: Tile<bool, { [BQ, D] }>,
-    ) -> Tile<E, { [D, BQ] }> {
+    ) -> Tile<E, { [BQ, D] }> {
         let (q, _t): (Tile<E, { [BQ, D] }>, Token) = load_ptr_tko(
             addresses(queries, offsets),
             ordering::Weak,
@@ -33,8 +35,7 @@ pub mod attention {
             Latency::<0>,
         );
         let nothing: Tile<E, { [BQ, D] }> = constant(E::ZERO, shape![BQ, D]);
-        let q: Tile<E, { [BQ, D] }> = select(live, q, nothing);
-        q.transpose()
+        select(live, q, nothing)
     }
 
     /// Of each query vector of a group, which of all `[rows, heads]` vectors it is.
@@ -128,7 +129,8 @@ pub mod attention {
         zeros
     }
 
-    /// One block of 256 keys, or a few, for the queries of one kv head of one group of rows.
+    /// One block of 256 keys, or a few, for the queries of one kv head of one group of rows. With `FUSE` = 1
+    /// the last worker to finish folds the blocks, and `tickets` holds a zero for every kv head and group.
     /// Grid: (workers over blocks, kv heads, groups).
     #[cutile::entry(unchecked_accesses = true)]
     unsafe fn attend_split<
@@ -137,7 +139,10 @@ pub mod attention {
         const D: i32,
         const PAGE: i32,
         const LATENCY: i32,
+        const FUSE: i32,
     >(
+        out: *mut E,
+        tickets: *mut i32,
         outputs: *mut f32,
         maxima: *mut f32,
         weights: *mut f32,
@@ -190,7 +195,8 @@ pub mod attention {
                 & lt_tile(lane, broadcast_scalar(head_dim, shape![BQ, D]));
         let offsets: Tile<i32, { [BQ, D] }> =
             vector * broadcast_scalar(head_dim, shape![BQ, D]) + lane;
-        let q: Tile<E, { [D, BQ] }> = load_queries::<E, BQ, D>(free, queries, offsets, live);
+        let q: Tile<E, { [BQ, D] }> = load_queries::<E, BQ, D>(free, queries, offsets, live);
+        let q: Tile<E, { [D, BQ] }> = q.transpose();
 
         // What each query sees.
         let column: Tile<i32, { [64, BQ] }> = column_numbers::<64, BQ>();
@@ -215,6 +221,13 @@ pub mod attention {
         if turn < last_block {
             turns = ceil_div(last_block - turn, grid.0);
         }
+        let member: Tile<i32, { [BQ, 1] }> = row_numbers::<BQ, 1>();
+        let there: Tile<bool, { [BQ, 1] }> =
+            lt_tile(member, broadcast_scalar(rows * group, shape![BQ, 1]));
+        let number_of: Tile<i32, { [BQ, 1] }> =
+            vector_numbers::<BQ, 1>(first_row, heads, kv_head, group);
+        let first_slot: i32 = first_page * page_size / 256;
+        let mut stored: Token = free;
         for j in 0i32..turns {
             let block: i32 = turn + j * grid.0;
             let first: i32 = max(block * 4, low / 64);
@@ -271,46 +284,135 @@ pub mod attention {
             let total: Tile<f32, { [BQ] }> = reduce_max(l, 0);
             let total: Tile<f32, { [1, BQ] }> = total.reshape(shape![1, BQ]);
 
-            let slot: i32 = block - first_page * page_size / 256;
+            let slot: i32 = block - first_slot;
             let place: Tile<i32, { [BQ, D] }> = vector
                 * broadcast_scalar(block_slots, shape![BQ, D])
                 + broadcast_scalar(slot, shape![BQ, D]);
             let to: Tile<i32, { [BQ, D] }> =
                 place * broadcast_scalar(head_dim, shape![BQ, D]) + lane;
-            let _stored: Token = store_ptr_tko(
+            stored = store_ptr_tko(
                 addresses(outputs, to),
                 o.transpose(),
                 ordering::Weak,
                 None::<scope::Device>,
                 Some(live),
-                Some(free),
+                Some(stored),
                 Latency::<0>,
             );
-            let member: Tile<i32, { [BQ, 1] }> = row_numbers::<BQ, 1>();
-            let there: Tile<bool, { [BQ, 1] }> =
-                lt_tile(member, broadcast_scalar(rows * group, shape![BQ, 1]));
-            let vector: Tile<i32, { [BQ, 1] }> =
-                vector_numbers::<BQ, 1>(first_row, heads, kv_head, group);
-            let to: Tile<i32, { [BQ, 1] }> = vector * broadcast_scalar(block_slots, shape![BQ, 1])
+            let to: Tile<i32, { [BQ, 1] }> = number_of
+                * broadcast_scalar(block_slots, shape![BQ, 1])
                 + broadcast_scalar(slot, shape![BQ, 1]);
-            let _stored: Token = store_ptr_tko(
+            stored = store_ptr_tko(
                 addresses(maxima, to),
                 m.reshape(shape![BQ, 1]),
                 ordering::Weak,
                 None::<scope::Device>,
                 Some(there),
-                Some(free),
+                Some(stored),
                 Latency::<0>,
             );
-            let _stored: Token = store_ptr_tko(
+            stored = store_ptr_tko(
                 addresses(weights, to),
                 total.reshape(shape![BQ, 1]),
                 ordering::Weak,
                 None::<scope::Device>,
                 Some(there),
-                Some(free),
+                Some(stored),
                 Latency::<0>,
             );
+        }
+        if FUSE == 1 {
+            if turns > 0 {
+                let base: PointerTile<*mut i32, { [] }> = pointer_to_tile(tickets);
+                let ticket: PointerTile<*mut i32, { [] }> = base.offset(pid.2 * kv_heads + kv_head);
+                let one: Tile<i32, { [] }> = constant(1i32, shape![]);
+                let (old, taken): (Tile<i32, { [] }>, Token) = atomic_rmw_tko(
+                    ticket,
+                    one,
+                    atomic::Add,
+                    ordering::AcqRel,
+                    scope::Device,
+                    None,
+                    Some(stored),
+                );
+                let old: i32 = tile_to_scalar(old);
+                if old == min(grid.0, last_block - low / 256) - 1 {
+                    let zero: Tile<i32, { [] }> = constant(0i32, shape![]);
+                    let _reset: Token = store_ptr_tko(
+                        ticket,
+                        zero,
+                        ordering::Weak,
+                        None::<scope::Device>,
+                        None,
+                        Some(taken),
+                        Latency::<0>,
+                    );
+                    let mut m: Tile<f32, { [BQ, 1] }> = constant(-1.0e30f32, shape![BQ, 1]);
+                    let mut l: Tile<f32, { [BQ, 1] }> = constant(0.0f32, shape![BQ, 1]);
+                    let mut o: Tile<f32, { [BQ, D] }> = constant(0.0f32, shape![BQ, D]);
+                    for block in (low / 256)..last_block {
+                        let slot: i32 = block - first_slot;
+                        let at: Tile<i32, { [BQ, 1] }> = number_of
+                            * broadcast_scalar(block_slots, shape![BQ, 1])
+                            + broadcast_scalar(slot, shape![BQ, 1]);
+                        let (m_block, _t): (Tile<f32, { [BQ, 1] }>, Token) = load_ptr_tko(
+                            addresses(maxima, at),
+                            ordering::Weak,
+                            None::<scope::Device>,
+                            Some(there),
+                            None,
+                            Some(taken),
+                            Latency::<0>,
+                        );
+                        let (l_block, _t): (Tile<f32, { [BQ, 1] }>, Token) = load_ptr_tko(
+                            addresses(weights, at),
+                            ordering::Weak,
+                            None::<scope::Device>,
+                            Some(there),
+                            None,
+                            Some(taken),
+                            Latency::<0>,
+                        );
+                        let place: Tile<i32, { [BQ, D] }> = vector
+                            * broadcast_scalar(block_slots, shape![BQ, D])
+                            + broadcast_scalar(slot, shape![BQ, D]);
+                        let from: Tile<i32, { [BQ, D] }> =
+                            place * broadcast_scalar(head_dim, shape![BQ, D]) + lane;
+                        let (o_block, _t): (Tile<f32, { [BQ, D] }>, Token) = load_ptr_tko(
+                            addresses(outputs, from),
+                            ordering::Weak,
+                            None::<scope::Device>,
+                            Some(live),
+                            None,
+                            Some(taken),
+                            Latency::<0>,
+                        );
+                        let top: Tile<f32, { [BQ, 1] }> = max_tile(m, m_block);
+                        let old: Tile<f32, { [BQ, 1] }> = exp2(m - top, ftz::Disabled);
+                        let new: Tile<f32, { [BQ, 1] }> = exp2(m_block - top, ftz::Disabled);
+                        l = fma(l_block, new, l * old, rounding::NearestEven, ftz::Disabled);
+                        o = fma(
+                            o_block,
+                            new.broadcast(shape![BQ, D]),
+                            o * old.broadcast(shape![BQ, D]),
+                            rounding::NearestEven,
+                            ftz::Disabled,
+                        );
+                        m = top;
+                    }
+                    let result: Tile<E, { [BQ, D] }> =
+                        convert_tile(true_div(o, l.broadcast(shape![BQ, D])));
+                    let _stored: Token = store_ptr_tko(
+                        addresses(out, offsets),
+                        result,
+                        ordering::Weak,
+                        None::<scope::Device>,
+                        Some(live),
+                        Some(taken),
+                        Latency::<0>,
+                    );
+                }
+            }
         }
     }
 
@@ -464,34 +566,34 @@ pub mod attention {
                 & lt_tile(lane, broadcast_scalar(head_dim, shape![BQ, D]));
         let offsets: Tile<i32, { [BQ, D] }> =
             vector * broadcast_scalar(head_dim, shape![BQ, D]) + lane;
-        let q: Tile<E, { [D, BQ] }> = load_queries::<E, BQ, D>(free, queries, offsets, live);
+        let q: Tile<E, { [BQ, D] }> = load_queries::<E, BQ, D>(free, queries, offsets, live);
 
         // What each query sees.
-        let column: Tile<i32, { [64, BQ] }> = column_numbers::<64, BQ>();
-        let position: Tile<i32, { [64, BQ] }> = broadcast_scalar(first_position, shape![64, BQ])
-            + column / broadcast_scalar(group, shape![64, BQ]);
-        let one: Tile<i32, { [64, BQ] }> = constant(1i32, shape![64, BQ]);
-        let width: Tile<i32, { [64, BQ] }> = broadcast_scalar(window, shape![64, BQ]);
-        let lows: Tile<i32, { [64, BQ] }> = position + one - width;
-        let mut highs: Tile<i32, { [64, BQ] }> = position + one;
+        let member: Tile<i32, { [BQ, 64] }> = row_numbers::<BQ, 64>();
+        let position: Tile<i32, { [BQ, 64] }> = broadcast_scalar(first_position, shape![BQ, 64])
+            + member / broadcast_scalar(group, shape![BQ, 64]);
+        let one: Tile<i32, { [BQ, 64] }> = constant(1i32, shape![BQ, 64]);
+        let width: Tile<i32, { [BQ, 64] }> = broadcast_scalar(window, shape![BQ, 64]);
+        let lows: Tile<i32, { [BQ, 64] }> = position + one - width;
+        let mut highs: Tile<i32, { [BQ, 64] }> = position + one;
         if causal == 0 {
-            highs = min_tile(broadcast_scalar(end, shape![64, BQ]), position + width);
+            highs = min_tile(broadcast_scalar(end, shape![BQ, 64]), position + width);
         }
-        let number: Tile<i32, { [64, BQ] }> = row_numbers::<64, BQ>();
-        let hidden: Tile<f32, { [64, BQ] }> = constant(f32::NEG_INFINITY, shape![64, BQ]);
-        let scales: Tile<f32, { [64, BQ] }> = broadcast_scalar(scale, shape![64, BQ]);
-        let ones_f32: Tile<f32, { [64, 64] }> = constant(1.0f32, shape![64, 64]);
-        let ones: Tile<E, { [64, 64] }> = convert_tile(ones_f32);
+        let number: Tile<i32, { [BQ, 64] }> = column_numbers::<BQ, 64>();
+        let hidden: Tile<f32, { [BQ, 64] }> = constant(f32::NEG_INFINITY, shape![BQ, 64]);
+        let scales: Tile<f32, { [BQ, 64] }> = broadcast_scalar(scale, shape![BQ, 64]);
+        let ones_f32: Tile<f32, { [64, 16] }> = constant(1.0f32, shape![64, 16]);
+        let ones: Tile<E, { [64, 16] }> = convert_tile(ones_f32);
 
-        let mut m_all: Tile<f32, { [1, BQ] }> = constant(-1.0e30f32, shape![1, BQ]);
-        let mut l_all: Tile<f32, { [1, BQ] }> = constant(0.0f32, shape![1, BQ]);
-        let mut o_all: Tile<f32, { [D, BQ] }> = constant(0.0f32, shape![D, BQ]);
+        let mut m_all: Tile<f32, { [BQ, 1] }> = constant(-1.0e30f32, shape![BQ, 1]);
+        let mut l_all: Tile<f32, { [BQ, 1] }> = constant(0.0f32, shape![BQ, 1]);
+        let mut o_all: Tile<f32, { [BQ, D] }> = constant(0.0f32, shape![BQ, D]);
         for block in (low / 256)..ceil_div(high, 256i32) {
             let first: i32 = max(block * 4, low / 64);
             let last: i32 = min(block * 4 + 4, ceil_div(high, 64i32));
-            let mut m: Tile<f32, { [1, BQ] }> = constant(-1.0e30f32, shape![1, BQ]);
-            let mut l: Tile<f32, { [64, BQ] }> = constant(0.0f32, shape![64, BQ]);
-            let mut o: Tile<f32, { [D, BQ] }> = constant(0.0f32, shape![D, BQ]);
+            let mut m: Tile<f32, { [BQ, 1] }> = constant(-1.0e30f32, shape![BQ, 1]);
+            let mut l: Tile<f32, { [BQ, 16] }> = constant(0.0f32, shape![BQ, 16]);
+            let mut o: Tile<f32, { [BQ, D] }> = constant(0.0f32, shape![BQ, D]);
             for p in first..last {
                 let k: Tile<E, { [64, D] }> = load_page::<E, D, PAGE, LATENCY>(
                     keys,
@@ -521,29 +623,29 @@ pub mod attention {
                     head_dim,
                     free,
                 );
-                let empty: Tile<f32, { [64, BQ] }> = constant(0.0f32, shape![64, BQ]);
-                let s: Tile<f32, { [64, BQ] }> = mma(k, q, empty);
-                let key: Tile<i32, { [64, BQ] }> =
-                    broadcast_scalar(p * 64, shape![64, BQ]) + number;
-                let seen: Tile<bool, { [64, BQ] }> = ge_tile(key, lows) & lt_tile(key, highs);
-                let s: Tile<f32, { [64, BQ] }> = select(seen, s * scales, hidden);
-                let top: Tile<f32, { [BQ] }> = reduce_max(s, 0);
-                let top: Tile<f32, { [1, BQ] }> = max_tile(m, top.reshape(shape![1, BQ]));
-                let old: Tile<f32, { [1, BQ] }> = exp2(m - top, ftz::Disabled);
-                let e: Tile<f32, { [64, BQ] }> =
-                    exp2(s - top.broadcast(shape![64, BQ]), ftz::Disabled);
-                let e: Tile<E, { [64, BQ] }> = convert_tile(e);
-                l = mma(ones, e, l * old.broadcast(shape![64, BQ]));
-                let v: Tile<E, { [D, 64] }> = v.transpose();
-                o = mma(v, e, o * old.broadcast(shape![D, BQ]));
+                let k: Tile<E, { [D, 64] }> = k.transpose();
+                let empty: Tile<f32, { [BQ, 64] }> = constant(0.0f32, shape![BQ, 64]);
+                let s: Tile<f32, { [BQ, 64] }> = mma(q, k, empty);
+                let key: Tile<i32, { [BQ, 64] }> =
+                    broadcast_scalar(p * 64, shape![BQ, 64]) + number;
+                let seen: Tile<bool, { [BQ, 64] }> = ge_tile(key, lows) & lt_tile(key, highs);
+                let s: Tile<f32, { [BQ, 64] }> = select(seen, s * scales, hidden);
+                let top: Tile<f32, { [BQ] }> = reduce_max(s, 1);
+                let top: Tile<f32, { [BQ, 1] }> = max_tile(m, top.reshape(shape![BQ, 1]));
+                let old: Tile<f32, { [BQ, 1] }> = exp2(m - top, ftz::Disabled);
+                let e: Tile<f32, { [BQ, 64] }> =
+                    exp2(s - top.broadcast(shape![BQ, 64]), ftz::Disabled);
+                let e: Tile<E, { [BQ, 64] }> = convert_tile(e);
+                l = mma(e, ones, l * old.broadcast(shape![BQ, 16]));
+                o = mma(e, v, o * old.broadcast(shape![BQ, D]));
                 m = top;
             }
-            let total: Tile<f32, { [BQ] }> = reduce_max(l, 0);
-            let total: Tile<f32, { [1, BQ] }> = total.reshape(shape![1, BQ]);
+            let total: Tile<f32, { [BQ] }> = reduce_max(l, 1);
+            let total: Tile<f32, { [BQ, 1] }> = total.reshape(shape![BQ, 1]);
 
-            let top: Tile<f32, { [1, BQ] }> = max_tile(m_all, m);
-            let old: Tile<f32, { [1, BQ] }> = exp2(m_all - top, ftz::Disabled);
-            let new: Tile<f32, { [1, BQ] }> = exp2(m - top, ftz::Disabled);
+            let top: Tile<f32, { [BQ, 1] }> = max_tile(m_all, m);
+            let old: Tile<f32, { [BQ, 1] }> = exp2(m_all - top, ftz::Disabled);
+            let new: Tile<f32, { [BQ, 1] }> = exp2(m - top, ftz::Disabled);
             l_all = fma(
                 total,
                 new,
@@ -553,18 +655,18 @@ pub mod attention {
             );
             o_all = fma(
                 o,
-                new.broadcast(shape![D, BQ]),
-                o_all * old.broadcast(shape![D, BQ]),
+                new.broadcast(shape![BQ, D]),
+                o_all * old.broadcast(shape![BQ, D]),
                 rounding::NearestEven,
                 ftz::Disabled,
             );
             m_all = top;
         }
-        let result: Tile<E, { [D, BQ] }> =
-            convert_tile(true_div(o_all, l_all.broadcast(shape![D, BQ])));
+        let result: Tile<E, { [BQ, D] }> =
+            convert_tile(true_div(o_all, l_all.broadcast(shape![BQ, D])));
         let _stored: Token = store_ptr_tko(
             addresses(out, offsets),
-            result.transpose(),
+            result,
             ordering::Weak,
             None::<scope::Device>,
             Some(live),

@@ -1,0 +1,78 @@
+//! Activations as 16-bit integers in two bytes, and back: the arithmetic of `tileinfer::weights::int8`.
+
+#[cutile::module]
+#[allow(missing_docs)]
+pub mod bytes {
+    use super::super::views::views::*;
+    use cutile::core::*;
+
+    /// Writes block `block` of `R` rows as bytes, `hi` and `lo` one matrix behind the other, and their scales.
+    ///
+    /// # Safety
+    /// `out` holds `2 * rows * width` bytes, `scales` `rows` numbers; `x` is zero from `width` on.
+    pub unsafe fn store_rounded<const R: i32, const W: i32>(
+        out: *mut i8,
+        scales: *mut f32,
+        x: Tile<f32, { [R, W] }>,
+        block: i32,
+        rows: i32,
+        width: i32,
+        free: Token,
+    ) {
+        // As bits without a sign numbers are in order, infinity after all of them and NaN after that.
+        let bits: Tile<i32, { [R, W] }> = bitcast(x);
+        let bits: Tile<i32, { [R, W] }> = bits & constant(0x7fff_ffffi32, shape![R, W]);
+        let top: Tile<i32, { [R] }> = reduce_max(bits, 1);
+        let top: Tile<i32, { [R, 1] }> = top.reshape(shape![R, 1]);
+        let infinite: Tile<i32, { [R, 1] }> = constant(0x7f80_0000i32, shape![R, 1]);
+        // 2^-100.
+        let tiny: Tile<i32, { [R, 1] }> = constant(0x0d80_0000i32, shape![R, 1]);
+        let finite: Tile<bool, { [R, 1] }> = lt_tile(top, infinite);
+        let usual: Tile<bool, { [R, 1] }> = finite & ge_tile(top, tiny);
+        let one: Tile<f32, { [R, 1] }> = constant(1.0f32, shape![R, 1]);
+        let most: Tile<f32, { [R, 1] }> = constant(32258.0f32, shape![R, 1]);
+        let largest: Tile<f32, { [R, 1] }> = bitcast(top);
+        let largest: Tile<f32, { [R, 1] }> = select(usual, largest, one);
+        let levels: Tile<f32, { [R, 1] }> = true_div(most, largest);
+        let nan: Tile<f32, { [R, 1] }> = constant(f32::NAN, shape![R, 1]);
+        let scale: Tile<f32, { [R, 1] }> =
+            select(usual, true_div(largest, most), select(finite, one, nan));
+
+        // Adding and taking away 1.5 * 2^23 rounds to the nearest integer, ties to even.
+        let magic: Tile<f32, { [R, W] }> = constant(12582912.0f32, shape![R, W]);
+        let nearest: Tile<f32, { [R, W] }> =
+            (x * levels.broadcast(shape![R, W]) + magic) - magic;
+        let nothing: Tile<f32, { [R, W] }> = constant(0.0f32, shape![R, W]);
+        let nearest: Tile<f32, { [R, W] }> =
+            select(usual.broadcast(shape![R, W]), nearest, nothing);
+        let v: Tile<i32, { [R, W] }> = convert_tile(nearest);
+        // The division rounds down, as what it divides is never negative.
+        let half: Tile<i32, { [R, W] }> = constant(32639i32, shape![R, W]);
+        let by: Tile<i32, { [R, W] }> = constant(254i32, shape![R, W]);
+        let shift: Tile<i32, { [R, W] }> = constant(128i32, shape![R, W]);
+        let high: Tile<i32, { [R, W] }> = (v + half) / by - shift;
+        let low: Tile<i32, { [R, W] }> = v - high * by;
+        let high: Tile<i8, { [R, W] }> = trunci(high, overflow::None);
+        let low: Tile<i8, { [R, W] }> = trunci(low, overflow::None);
+        let high: Tile<i8, { [1, R, W] }> = high.reshape(shape![1, R, W]);
+        let low: Tile<i8, { [1, R, W] }> = low.reshape(shape![1, R, W]);
+        let view: Tensor<i8, { [-1, -1, -1] }> = page_pool(out, 2i32, rows, width, free);
+        let mut part: PartitionMut<i8, { [1, R, W] }> = view.partition_full_mut(shape![1, R, W]);
+        part.store_unchecked(high, [0i32, block, 0i32]);
+        part.store_unchecked(low, [1i32, block, 0i32]);
+        let view: Tensor<f32, { [-1, -1] }> = matrix(scales, rows, 1i32, 1i32, free);
+        let mut part: PartitionMut<f32, { [R, 1] }> = view.partition_full_mut(shape![R, 1]);
+        part.store_unchecked(scale, [block, 0i32]);
+    }
+
+    /// What the sums over `hi` and `lo` are together, in f32 and in one rounding of each and one of their sum.
+    pub fn joined<const R: i32, const C: i32>(
+        high: Tile<i32, { [R, C] }>,
+        low: Tile<i32, { [R, C] }>,
+    ) -> Tile<f32, { [R, C] }> {
+        let high: Tile<f32, { [R, C] }> = convert_tile(high);
+        let low: Tile<f32, { [R, C] }> = convert_tile(low);
+        let by: Tile<f32, { [R, C] }> = constant(254.0f32, shape![R, C]);
+        fma(high, by, low, rounding::NearestEven, ftz::Disabled)
+    }
+}
