@@ -349,7 +349,7 @@ fn runner<B: Backend>(
     voice: &Voice,
 ) -> Result<Box<dyn Runner>> {
     let bar = voice.bar("loading", config.layers.len() as u64);
-    let load = LoadOptions { max_length };
+    let load = LoadOptions::new(max_length);
     let model = DecoderLM::load(&backend, config, host, &load, &mut |done, _| {
         bar.set_position(done as u64)
     })?;

@@ -28,7 +28,7 @@ fn main() -> tileinfer::Result<()> {
     let config = ModelConfig::from_dir(dir)?;
     let host = HostModel::load(&config, &Checkpoint::open(dir)?, ComputeType::Bf16)?;
     let backend = CpuBackend::new(ComputeType::Bf16, 2);
-    let options = LoadOptions { max_length: 2048 };
+    let options = LoadOptions::new(2048);
     let model = DecoderLM::load(&backend, &config, &host, &options, &mut |_, _| ())?;
     let runner = ModelRunner::new(backend, model, &RunnerOptions::for_length(2048))?;
     let mut steps = StepLoop::new(Box::new(runner));

@@ -267,7 +267,7 @@ impl Bench {
                 .map(|_| {
                     let mut pages = self
                         .backend
-                        .alloc_pages(&layout, pages)
+                        .alloc_pages(&layout, None, pages)
                         .expect("an even head dimension");
                     self.fill(&mut pages, s, positions);
                     pages
@@ -392,7 +392,7 @@ impl Bench {
             };
             let mut pages = self
                 .backend
-                .alloc_pages(&layout, rows.div_ceil(64))
+                .alloc_pages(&layout, None, rows.div_ceil(64))
                 .expect("an even head dimension");
             let norm = s.qk_norm.then_some(&head_norm);
             let norms = QkNorms {

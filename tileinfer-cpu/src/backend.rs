@@ -157,6 +157,9 @@ fn matrix(part: &WeightPart) -> Result<Matrix<'_>> {
         WeightData::F32(bytes) => (bytes, linear::Element::F32),
         WeightData::OwnedBf16(values) => (bytes_of(values), linear::Element::Bf16),
         WeightData::OwnedF32(values) => (bytes_of(values), linear::Element::F32),
+        WeightData::Int8 { .. } | WeightData::OwnedInt8 { .. } => {
+            return Err(Error::usage("int8 weights are not supported on the CPU"));
+        }
     };
     Matrix::new(bytes, element, part.rows(), part.cols()).ok_or_else(|| {
         Error::Bug(format!(
@@ -247,7 +250,12 @@ impl Backend for CpuBackend {
         Ok(table.clone())
     }
 
-    fn alloc_pages(&self, layout: &KvLayout, pages: usize) -> Result<Pages> {
+    fn alloc_pages(
+        &self,
+        layout: &KvLayout,
+        _smoothing: Option<&[f32]>,
+        pages: usize,
+    ) -> Result<Pages> {
         Pages::new(layout, pages)
     }
 

@@ -49,8 +49,11 @@ impl Pages {
             page_size,
             kv_heads,
             head_dim,
-            element: KvElement::Compute(kind),
+            element,
         } = layout;
+        let KvElement::Compute(kind) = element else {
+            return Err(Error::usage("an int8 cache is not supported on the CPU"));
+        };
         if head_dim % 2 != 0 {
             return Err(Error::usage(format!(
                 "heads of {head_dim} dimensions: the CPU backend's cache needs an even number"

@@ -65,7 +65,7 @@ fn layer(backend: &CpuBackend, kind: ComputeType, spans: &[(usize, usize)]) -> V
         head_dim: HEAD_DIM,
         element: KvElement::Compute(kind),
     };
-    let mut cache = backend.alloc_pages(&layout, pages).unwrap();
+    let mut cache = backend.alloc_pages(&layout, None, pages).unwrap();
     let past = pages * 64;
     let kv_width = KV_HEADS * HEAD_DIM;
     let slots = StepLayout {
@@ -235,7 +235,7 @@ fn a_prompt_in_one_piece_and_in_pieces() {
             mask: Mask::Causal,
         };
         let run = |pieces: &[usize]| {
-            let mut cache = backend.alloc_pages(&layout, 10).unwrap();
+            let mut cache = backend.alloc_pages(&layout, None, 10).unwrap();
             let (mut out, mut first) = (Vec::new(), 0);
             for &piece in pieces {
                 let positions: Vec<u32> = (first as u32..(first + piece) as u32).collect();

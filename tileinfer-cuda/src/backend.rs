@@ -593,7 +593,12 @@ impl Backend for CudaBackend {
         })
     }
 
-    fn alloc_pages(&self, layout: &KvLayout, pages: usize) -> Result<CudaPages> {
+    fn alloc_pages(
+        &self,
+        layout: &KvLayout,
+        _smoothing: Option<&[f32]>,
+        pages: usize,
+    ) -> Result<CudaPages> {
         if layout.element != KvElement::Compute(self.compute) {
             return Err(Error::usage(format!(
                 "a cache of {:?} is not supported on the GPU with activations of {:?}",

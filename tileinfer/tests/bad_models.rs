@@ -84,7 +84,7 @@ fn open(dir: &Path, kind: ComputeType) -> Result<StepLoop> {
     let config = ModelConfig::from_dir(dir)?;
     let host = HostModel::load(&config, &Checkpoint::open(dir)?, kind)?;
     let backend = ReferenceBackend::new(kind);
-    let load = LoadOptions { max_length: LENGTH };
+    let load = LoadOptions::new(LENGTH);
     let model = DecoderLM::load(&backend, &config, &host, &load, &mut |_, _| ())?;
     let options = RunnerOptions {
         pages: 8,

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use tileinfer::backend::ReferenceBackend;
-use tileinfer::testing::{SAME_TEXT_MODELS, same_text_model};
+use tileinfer::testing::{SAME_TEXT_MODELS, same_text_model, same_text_model_int8};
 
 fn model(name: &str) {
     assert!(SAME_TEXT_MODELS.contains(&name));
@@ -41,4 +41,13 @@ fn apertus() {
 #[test]
 fn smollm3() {
     model("smollm3");
+}
+
+#[test]
+fn int8() {
+    // A window of ten lets pages go; the other norms queries and keys.
+    for name in ["qwen3-windows", "qwen3"] {
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../testdata/golden");
+        same_text_model_int8(&ReferenceBackend::new, &golden, name);
+    }
 }

@@ -29,7 +29,7 @@ fn buffers_move_when_more_rows_are_wanted_than_ever() {
     let host =
         HostModel::load(&config, &Checkpoint::open(&dir).unwrap(), ComputeType::F32).unwrap();
     let backend = ReferenceBackend::new(ComputeType::F32);
-    let load = LoadOptions { max_length: 64 };
+    let load = LoadOptions::new(64);
     let model = DecoderLM::load(&backend, &config, &host, &load, &mut |_, _| ()).unwrap();
     let mut workspace = Workspace::new(&backend, &model, 64, 1, 1, &[]).unwrap();
     let moves: Vec<usize> = [

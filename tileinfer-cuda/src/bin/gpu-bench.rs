@@ -74,9 +74,7 @@ fn run(options: &CudaOptions, folder: &std::path::Path) -> Result<()> {
         started.elapsed().as_secs_f64()
     );
     let started = Instant::now();
-    let load = LoadOptions {
-        max_length: LONGEST,
-    };
+    let load = LoadOptions::new(LONGEST);
     let model = DecoderLM::load(&backend, &config, &host, &load, &mut |_, _| ())?;
     backend.ops().device().synchronize()?;
     let seconds = started.elapsed().as_secs_f64();
@@ -98,7 +96,7 @@ fn run(options: &CudaOptions, folder: &std::path::Path) -> Result<()> {
     let pages = model
         .layers
         .iter()
-        .map(|_| backend.alloc_pages(&layout, POSITIONS / PAGE))
+        .map(|_| backend.alloc_pages(&layout, None, POSITIONS / PAGE))
         .collect::<Result<_>>()?;
     let workspace = Workspace::new(&backend, &model, 4096, 64, LONGEST.div_ceil(PAGE), &[])?;
     let (hidden, wide) = (model.hidden, model.layers[0].wide);

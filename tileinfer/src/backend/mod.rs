@@ -14,6 +14,8 @@
 //! linear (bias included), RoPE, attention and the activation. The residual stream and what is added to it
 //! are [`Element::F32`] tensors and are never rounded; so are logits. Sums, softmax and norms are f32 inside.
 //! Keys and values are stored as rounded. With [`ComputeType::F32`] nothing is rounded, the cache included.
+//! Weights and the cache may be int8 with either; how numbers become integers there is written down in
+//! [`crate::weights::int8`].
 //!
 //! # The plain and the fused forms
 //! [`Backend::qk_norm_rope_store`], [`Backend::add_rms_norm`] and [`Backend::linear_activation`] come with
@@ -224,8 +226,15 @@ pub trait Backend: Send + Sized + 'static {
     /// All rows, in order. Waits for what is still running.
     fn download(&self, tensor: &Self::Tensor) -> Result<Vec<f32>>;
 
-    /// Brings a weight to the device; `weight` is already in a type that goes with the compute type.
+    /// Brings a weight to the device; `weight` is already in a type that goes with the compute type, or all of
+    /// it is in int8.
     fn load_weight(&self, weight: &Weight) -> Result<Self::Weight>;
+
+    /// Rounds a weight to int8, one scale a row, on the way to the device: [`Weight::to_int8`] on the host's cores
+    /// unless the device does it itself, to the same bits.
+    fn load_int8(&self, weight: &Weight) -> Result<Self::Weight> {
+        self.load_weight(&weight.to_int8())
+    }
 
     /// Brings a norm weight or a bias to the device: one row.
     fn load_vector(&self, values: &[f32]) -> Result<Self::Tensor> {
@@ -238,13 +247,21 @@ pub trait Backend: Send + Sized + 'static {
     /// Brings a RoPE table to the device.
     fn load_rope(&self, table: &RopeTable) -> Result<Self::Rope>;
 
-    /// `pages` zeroed pages for one layer.
-    fn alloc_pages(&self, layout: &KvLayout, pages: usize) -> Result<Self::Pages>;
+    /// `pages` zeroed pages for one layer. `smoothing`, f32 `[kv_heads, head_dim]`, all positive, goes with
+    /// [`KvElement::Int8`](crate::kv::KvElement::Int8): what keys are divided by before they are rounded, and queries multiplied by when they
+    /// meet them (see [`crate::weights::int8`]). The factors are the pages' own and never change.
+    fn alloc_pages(
+        &self,
+        layout: &KvLayout,
+        smoothing: Option<&[f32]>,
+        pages: usize,
+    ) -> Result<Self::Pages>;
 
     /// Copies whole pages `(from, to)`.
     fn copy_pages(&self, pages: &mut Self::Pages, copies: &[(u32, u32)]) -> Result<()>;
 
-    /// The key and the value stored at `(page, kv_head, offset)`, for tests.
+    /// What the key and the value stored at `(page, kv_head, offset)` are worth, for tests and calibration: of an
+    /// int8 cache `factor * (scale * q)` and `scale * q`.
     fn read_slot(
         &self,
         pages: &Self::Pages,
@@ -285,7 +302,8 @@ pub trait Backend: Send + Sized + 'static {
     fn add(&self, x: &mut Self::Tensor, delta: &Self::Tensor) -> Result<()>;
 
     /// `out[r] = weight x[r] + bias`: `[rows, weight rows]` from `[rows, weight columns]`. Into a tensor of
-    /// [`Element::F32`] the sums are written as they are.
+    /// [`Element::F32`] the sums are written as they are. With an int8 weight activations are rounded to 16-bit
+    /// integers a row and the sum is exact, as [`crate::weights::int8`] writes it down.
     fn linear(
         &self,
         out: &mut Self::Tensor,

@@ -161,6 +161,16 @@ impl<B: Backend> Backend for Profiled<B> {
         })
     }
 
+    fn load_int8(&self, weight: &Weight) -> Result<Self::Weight> {
+        let (rows, columns) = (weight.rows(), weight.cols());
+        Ok(ProfiledWeight {
+            inner: self.inner.load_int8(weight)?,
+            rows,
+            columns,
+            bytes: (rows * (columns + size_of::<f32>())) as u64,
+        })
+    }
+
     fn load_vector(&self, values: &[f32]) -> Result<B::Tensor> {
         self.inner.load_vector(values)
     }
@@ -169,9 +179,14 @@ impl<B: Backend> Backend for Profiled<B> {
         self.inner.load_rope(table)
     }
 
-    fn alloc_pages(&self, layout: &KvLayout, pages: usize) -> Result<Self::Pages> {
+    fn alloc_pages(
+        &self,
+        layout: &KvLayout,
+        smoothing: Option<&[f32]>,
+        pages: usize,
+    ) -> Result<Self::Pages> {
         Ok(ProfiledPages {
-            inner: self.inner.alloc_pages(layout, pages)?,
+            inner: self.inner.alloc_pages(layout, smoothing, pages)?,
             layout: *layout,
         })
     }

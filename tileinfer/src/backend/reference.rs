@@ -4,9 +4,9 @@ use super::{
     Activation, AttentionShape, Backend, ComputeType, Element, KEY_BLOCK, KvRows, RopeTable,
     StepLayout,
 };
-use crate::kv::KvLayout;
+use crate::kv::{KvElement, KvLayout};
 use crate::sampling::{RowSampler, Sampled, sample_rows};
-use crate::weights::Weight;
+use crate::weights::{Weight, int8};
 use crate::{Error, Result};
 
 /// See the module's first line.
@@ -25,17 +25,27 @@ pub struct ReferenceTensor {
     values: Vec<f32>,
 }
 
-/// A weight `[rows, columns]`, widened.
+/// A weight `[rows, columns]`, widened, or in int8 as it is.
 #[derive(Debug, Clone)]
 pub struct ReferenceWeight {
     columns: usize,
-    values: std::sync::Arc<Vec<f32>>,
+    rows: std::sync::Arc<Vec<ReferenceRow>>,
 }
 
-/// One layer's pages, keys and values as `(page, kv_head, slot, head_dim)`.
+/// A row of a weight.
+#[derive(Debug)]
+enum ReferenceRow {
+    Plain(Vec<f32>),
+    Int8(Vec<i8>, f32),
+}
+
+/// One layer's pages, keys and values as `(page, kv_head, slot, head_dim)`: of an int8 cache what its vectors
+/// are worth, keys still divided by their factors.
 #[derive(Debug)]
 pub struct ReferencePages {
     layout: KvLayout,
+    /// `[kv_heads, head_dim]`; ones where nothing is smoothed.
+    factors: Vec<f32>,
     keys: Vec<f32>,
     values: Vec<f32>,
 }
@@ -91,6 +101,23 @@ impl ReferencePages {
         } = self.layout;
         let start = ((page * kv_heads + head) * page_size + offset) * head_dim;
         start..start + head_dim
+    }
+
+    fn factors(&self, head: usize) -> &[f32] {
+        let head_dim = self.layout.head_dim;
+        &self.factors[head * head_dim..(head + 1) * head_dim]
+    }
+
+    /// `vector` as the cache keeps it.
+    fn kept(&self, vector: &[f32]) -> Vec<f32> {
+        match self.layout.element {
+            KvElement::Compute(_) => vector.to_vec(),
+            KvElement::Int8 => {
+                let mut q = vec![0; vector.len()];
+                let scale = int8::round_row(vector, &mut q);
+                q.into_iter().map(|q| scale * f32::from(q)).collect()
+            }
+        }
     }
 }
 
@@ -156,13 +183,26 @@ impl Backend for ReferenceBackend {
     }
 
     fn load_weight(&self, weight: &Weight) -> Result<ReferenceWeight> {
-        let mut values = vec![0.0; weight.rows() * weight.cols()];
-        for (row, out) in values.chunks_exact_mut(weight.cols()).enumerate() {
-            weight.row_f32(row, out);
+        let columns = weight.cols();
+        let mut rows = Vec::with_capacity(weight.rows());
+        for part in weight.parts() {
+            for row in 0..part.rows() {
+                rows.push(match part.data().int8() {
+                    Some((q, scales)) => {
+                        let q = q[row * columns..(row + 1) * columns].to_vec();
+                        ReferenceRow::Int8(q, scales[row])
+                    }
+                    None => {
+                        let mut values = vec![0.0; columns];
+                        part.row_f32(row, &mut values);
+                        ReferenceRow::Plain(values)
+                    }
+                });
+            }
         }
         Ok(ReferenceWeight {
-            columns: weight.cols(),
-            values: values.into(),
+            columns,
+            rows: rows.into(),
         })
     }
 
@@ -170,10 +210,24 @@ impl Backend for ReferenceBackend {
         Ok(table.clone())
     }
 
-    fn alloc_pages(&self, layout: &KvLayout, pages: usize) -> Result<ReferencePages> {
-        let values = pages * layout.page_size * layout.kv_heads * layout.head_dim;
+    fn alloc_pages(
+        &self,
+        layout: &KvLayout,
+        smoothing: Option<&[f32]>,
+        pages: usize,
+    ) -> Result<ReferencePages> {
+        let width = layout.kv_heads * layout.head_dim;
+        let factors = smoothing.map_or_else(|| vec![1.0; width], <[f32]>::to_vec);
+        if factors.len() != width {
+            return Err(Error::Bug(format!(
+                "{} smoothing factors for {width} channels",
+                factors.len()
+            )));
+        }
+        let values = pages * layout.page_size * width;
         Ok(ReferencePages {
             layout: *layout,
+            factors,
             keys: vec![0.0; values],
             values: vec![0.0; values],
         })
@@ -197,8 +251,11 @@ impl Backend for ReferenceBackend {
         offset: usize,
     ) -> Result<(Vec<f32>, Vec<f32>)> {
         let vector = pages.vector(page, head, offset);
+        let key = pages.keys[vector.clone()].iter();
         Ok((
-            pages.keys[vector.clone()].to_vec(),
+            key.zip(pages.factors(head))
+                .map(|(key, factor)| factor * key)
+                .collect(),
             pages.values[vector].to_vec(),
         ))
     }
@@ -240,12 +297,12 @@ impl Backend for ReferenceBackend {
     ) -> Result<()> {
         out.like(step.layout.rows(), table.columns)?;
         for (row, &id) in step.layout.ids.iter().enumerate() {
-            let start = id as usize * table.columns;
-            for (out, &value) in out
-                .row_mut(row)
-                .iter_mut()
-                .zip(&table.values[start..start + table.columns])
-            {
+            let id = id as usize;
+            let values = match &table.rows[id] {
+                ReferenceRow::Plain(values) => values.clone(),
+                ReferenceRow::Int8(q, scale) => q.iter().map(|&q| scale * f32::from(q)).collect(),
+            };
+            for (out, value) in out.row_mut(row).iter_mut().zip(values) {
                 *out = self.compute.round(value);
             }
         }
@@ -285,16 +342,24 @@ impl Backend for ReferenceBackend {
         bias: Option<&ReferenceTensor>,
         x: &ReferenceTensor,
     ) -> Result<()> {
-        out.like(x.rows, weight.values.len() / weight.columns.max(1))?;
+        out.like(x.rows, weight.rows.len())?;
         let element = out.element;
         for row in 0..x.rows {
+            let mut integers = vec![0; x.width];
+            let unit = int8::round_activations(x.row(row), &mut integers);
             for (n, out) in out.row_mut(row).iter_mut().enumerate() {
-                let weights = &weight.values[n * weight.columns..(n + 1) * weight.columns];
-                let sum: f64 = weights
-                    .iter()
-                    .zip(x.row(row))
-                    .map(|(&w, &x)| f64::from(w) * f64::from(x))
-                    .sum();
+                let sum: f64 = match &weight.rows[n] {
+                    ReferenceRow::Plain(weights) => weights
+                        .iter()
+                        .zip(x.row(row))
+                        .map(|(&w, &x)| f64::from(w) * f64::from(x))
+                        .sum(),
+                    ReferenceRow::Int8(q, scale) => {
+                        let products = q.iter().zip(&integers);
+                        let sum: i64 = products.map(|(&q, &v)| i64::from(q) * i64::from(v)).sum();
+                        sum as f64 * f64::from(unit) * f64::from(*scale)
+                    }
+                };
                 *out = self.round(
                     element,
                     sum + bias.map_or(0.0, |bias| f64::from(bias.values[n])),
@@ -361,8 +426,11 @@ impl Backend for ReferenceBackend {
             for head in 0..kv_heads {
                 let to = pages.vector(slot as usize / page_size, head, slot as usize % page_size);
                 let from = head * head_dim..(head + 1) * head_dim;
-                pages.keys[to.clone()].copy_from_slice(&rows.keys.row(row)[from.clone()]);
-                pages.values[to].copy_from_slice(&rows.values.row(row)[from]);
+                let key = rows.keys.row(row)[from.clone()].iter();
+                let key: Vec<f32> = key.zip(pages.factors(head)).map(|(k, f)| k / f).collect();
+                let (key, value) = (pages.kept(&key), pages.kept(&rows.values.row(row)[from]));
+                pages.keys[to.clone()].copy_from_slice(&key);
+                pages.values[to].copy_from_slice(&value);
             }
         }
         Ok(())
@@ -390,6 +458,7 @@ impl Backend for ReferenceBackend {
                 for head in 0..shape.heads {
                     let kv_head = head / (shape.heads / shape.kv_heads);
                     let query = &queries.row(row)[head * head_dim..(head + 1) * head_dim];
+                    let factors = pages.factors(kv_head);
                     let mut fold = Fold::new(head_dim);
                     for block in visible.start / KEY_BLOCK..visible.end.div_ceil(KEY_BLOCK) {
                         let keys = (block * KEY_BLOCK).max(visible.start)
@@ -403,8 +472,9 @@ impl Backend for ReferenceBackend {
                             let key = &pages.keys[slot.clone()];
                             let score: f64 = query
                                 .iter()
+                                .zip(factors)
                                 .zip(key)
-                                .map(|(&q, &k)| f64::from(q) * f64::from(k))
+                                .map(|((&q, &f), &k)| f64::from(q * f) * f64::from(k))
                                 .sum();
                             (score * f64::from(shape.scale), &pages.values[slot])
                         }));

@@ -10,6 +10,8 @@ pub const PAGE_SIZE: usize = 64;
 pub enum KvElement {
     /// In the activation type.
     Compute(ComputeType),
+    /// int8 with one f32 scale a vector; see [`crate::weights::int8`].
+    Int8,
 }
 
 impl KvElement {
@@ -17,6 +19,7 @@ impl KvElement {
     pub fn vector_bytes(self, head_dim: usize) -> usize {
         match self {
             KvElement::Compute(kind) => head_dim * kind.size(),
+            KvElement::Int8 => head_dim + size_of::<f32>(),
         }
     }
 }

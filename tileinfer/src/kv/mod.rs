@@ -5,8 +5,10 @@ mod layout;
 mod pool;
 mod prefix;
 mod sequence;
+mod smoothing;
 
 pub use layout::{KvElement, KvLayout, PAGE_SIZE};
 pub use pool::{Page, PagePool};
 pub use prefix::PrefixCache;
 pub use sequence::{BlockTable, PageCopy, Sequence};
+pub use smoothing::{KeySmoothing, factors as smoothing_factors};

@@ -64,15 +64,41 @@ pub struct DecoderLM<B: Backend> {
     max_length: usize,
 }
 
+/// What happens to the linear weights on the way to the device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Quant {
+    /// They stay what they are: of the compute type, or int8 where the checkpoint has int8.
+    #[default]
+    None,
+    /// Every linear and the head become int8 with one scale a row ([`crate::weights::int8`]), one matrix after
+    /// another. The embedding does not: a token reads one row of it, so fewer bytes would save no time, and its
+    /// error would go into the residual stream of every layer. Where the head is the embedding, the matrix is
+    /// loaded twice. Norms and biases are vectors and stay as they are.
+    Int8,
+}
+
 /// How to bring a model to a device.
 #[derive(Debug, Clone)]
 pub struct LoadOptions {
     /// The longest sequence that will be run: positions that the RoPE table covers.
     pub max_length: usize,
+    /// What happens to the linear weights.
+    pub quant: Quant,
+}
+
+impl LoadOptions {
+    /// For sequences of up to `max_length` positions, weights as they are.
+    pub fn new(max_length: usize) -> Self {
+        LoadOptions {
+            max_length,
+            quant: Quant::None,
+        }
+    }
 }
 
 impl<B: Backend> DecoderLM<B> {
-    /// Brings `host` to `backend`. `progress` is told the layers done and how many there are.
+    /// Brings `host` to `backend`, rounding what is not of the compute type yet matrix by matrix. `progress` is
+    /// told the layers done and how many there are.
     pub fn load(
         backend: &B,
         config: &ModelConfig,
@@ -86,7 +112,15 @@ impl<B: Backend> DecoderLM<B> {
                 "the context size is 0 and should be at least 1",
             ));
         }
-        let weight = |weight: &Weight| backend.load_weight(weight);
+        let plain = |weight: &Weight| backend.load_weight(&weight.to_dtype(compute));
+        let weight = |weight: &Weight| {
+            // A device takes a matrix in one type: where a checkpoint has some parts in int8, all become that.
+            if options.quant == Quant::Int8 || weight.has_int8() {
+                backend.load_int8(weight)
+            } else {
+                plain(weight)
+            }
+        };
         let vector = |values: &[f32]| backend.load_vector(values);
         let linear = |w: &Weight, bias: &Option<Vec<f32>>| -> Result<Linear<B>> {
             Ok(Linear {
@@ -95,10 +129,11 @@ impl<B: Backend> DecoderLM<B> {
             })
         };
 
-        let embedding = weight(&host.embed)?;
-        let head = match &host.head {
-            Some(head) => weight(head)?,
-            None => embedding.clone(),
+        let embedding = plain(&host.embed)?;
+        let head = match (&host.head, options.quant) {
+            (Some(head), _) => weight(head)?,
+            (None, Quant::Int8) => weight(&host.embed)?,
+            (None, Quant::None) => embedding.clone(),
         };
         let count = host.layers.len();
         let mut layers = Vec::with_capacity(count);

@@ -7,5 +7,5 @@ mod load;
 mod workspace;
 
 pub use decoder::forward;
-pub use load::{DecoderLM, Layer, Linear, LoadOptions};
+pub use load::{DecoderLM, Layer, Linear, LoadOptions, Quant};
 pub use workspace::Workspace;

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use super::graphs::{Graphs, Plan};
 use super::{Batch, Input, Runner, RunnerLimits, SpanOutput, StepOutput, Ticket, Want};
 use crate::backend::{Backend, Mask, StepLayout};
-use crate::kv::{KvElement, KvLayout, PAGE_SIZE};
+use crate::kv::{KeySmoothing, KvElement, KvLayout, PAGE_SIZE};
 use crate::model::{DecoderLM, Workspace, forward};
 use crate::sampling::RowSampler;
 use crate::{Error, Result};
@@ -24,6 +24,8 @@ pub struct RunnerOptions {
     /// Residual streams to keep, by transformers' `hidden_states` index: 0 is the embedding, `k` the stream
     /// after layer `k` counted from 1.
     pub taps: Vec<usize>,
+    /// An int8 cache, and what its keys are divided by; none: a cache of the compute type.
+    pub int8_cache: Option<KeySmoothing>,
     /// Whether steps of few rows are recorded and replayed, where the backend can. The answers are the same.
     pub graphs: bool,
 }
@@ -37,6 +39,7 @@ impl RunnerOptions {
             max_rows: length.clamp(1, 512),
             max_spans: 1,
             taps: Vec::new(),
+            int8_cache: None,
             graphs: true,
         }
     }
@@ -71,17 +74,22 @@ impl<B: Backend> ModelRunner<B> {
     /// Allocates pages and buffers for `model`.
     pub fn new(backend: B, model: DecoderLM<B>, options: &RunnerOptions) -> Result<Self> {
         let shape = model.layers[0].attention;
-        let element = KvElement::Compute(backend.compute_type());
+        let element = match options.int8_cache {
+            Some(_) => KvElement::Int8,
+            None => KvElement::Compute(backend.compute_type()),
+        };
         let kv = KvLayout {
             page_size: options.page_size,
             kv_heads: shape.kv_heads,
             head_dim: shape.head_dim,
             element,
         };
-        let pages = model
-            .layers
-            .iter()
-            .map(|_| backend.alloc_pages(&kv, options.pages))
+        if let Some(smoothing) = &options.int8_cache {
+            smoothing.check(model.layers.len(), shape.kv_heads, shape.head_dim)?;
+        }
+        let factors = |layer| options.int8_cache.as_ref()?.layer(layer);
+        let pages = (0..model.layers.len())
+            .map(|layer| backend.alloc_pages(&kv, factors(layer), options.pages))
             .collect::<Result<_>>()?;
         let table_width = model.max_length().div_ceil(options.page_size);
         let (rows, spans) = (options.max_rows, options.max_spans);

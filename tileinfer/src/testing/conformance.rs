@@ -25,7 +25,8 @@ pub fn conformance<B: Backend>(make: &dyn Fn(ComputeType) -> B) {
         };
         suite.moves();
         suite.norms();
-        suite.linears();
+        suite.linears(false);
+        suite.linears(true);
         suite.activations();
         suite.rotations();
         suite.attention();
@@ -261,7 +262,12 @@ impl<B: Backend> Suite<B> {
         }
     }
 
-    fn linears(&self) {
+    /// Of the compute type, or in int8.
+    fn linears(&self, int8: bool) {
+        let loaded = |n: usize, k: usize, weights: &[f32]| {
+            let host = weight(n, k, weights, self.kind);
+            if int8 { host.to_int8() } else { host }
+        };
         let shapes = [
             (1, 1),
             (5, 3),
@@ -278,7 +284,7 @@ impl<B: Backend> Suite<B> {
                 let mut numbers = self.seed((n * 1000 + k) as u64);
                 let x = numbers.normals(rows * k, 1.0, self.kind);
                 let weights = numbers.normals(n * k, 1.0 / (k as f32).sqrt(), self.kind);
-                let host = weight(n, k, &weights, self.kind);
+                let host = loaded(n, k, &weights);
                 let bias = numbers.normals(n, 1.0, self.kind);
                 let on = (
                     self.backend.load_weight(&host).unwrap(),
@@ -294,7 +300,9 @@ impl<B: Backend> Suite<B> {
                     (Element::F32, false),
                 ] {
                     self.rows(
-                        &format!("linear {rows} x {k} -> {n}, bias {biased}, {element:?}"),
+                        &format!(
+                            "linear {rows} x {k} -> {n}, int8 {int8}, bias {biased}, {element:?}"
+                        ),
                         &x,
                         k,
                         n,
@@ -334,7 +342,7 @@ impl<B: Backend> Suite<B> {
                     assert_eq!(
                         bits(&run(true)),
                         bits(&run(false)),
-                        "linear_activation {rows} x {k} -> {n}"
+                        "linear_activation {rows} x {k} -> {n}, int8 {int8}"
                     );
                 }
             }
@@ -345,15 +353,11 @@ impl<B: Backend> Suite<B> {
             .iter()
             .map(|n| numbers.normals(n * 24, 0.2, self.kind))
             .collect();
-        let whole = weight(20, 24, &parts.concat(), self.kind);
+        let whole = loaded(20, 24, &parts.concat());
         let joined = Weight::new(
             parts
                 .iter()
-                .flat_map(|part| {
-                    weight(part.len() / 24, 24, part, self.kind)
-                        .parts()
-                        .to_vec()
-                })
+                .flat_map(|part| loaded(part.len() / 24, 24, part).parts().to_vec())
                 .collect(),
         )
         .unwrap();
@@ -372,6 +376,26 @@ impl<B: Backend> Suite<B> {
             self.backend.download(&out).unwrap()
         };
         assert_eq!(bits(&run(&whole)), bits(&run(&joined)), "a weight in parts");
+
+        if int8 {
+            // What no scale can save: a number that is none shows, rows of zeros are zeros.
+            let x: Vec<f32> = (0..4 * 24)
+                .map(|i| match i {
+                    30 => f32::NAN,
+                    60 => f32::INFINITY,
+                    72.. => 0.0,
+                    _ => 1.0,
+                })
+                .collect();
+            let on = self.backend.load_weight(&whole).unwrap();
+            let mut out = self.blank(&self.backend, Element::F32, 4, 20);
+            let x = self.tensor(&self.backend, 4, 24, &x);
+            self.backend.linear(&mut out, &on, None, &x).unwrap();
+            let out = self.backend.download(&out).unwrap();
+            assert!(out[..20].iter().all(|y| y.is_finite()));
+            assert!(out[20..60].iter().all(|y| y.is_nan()), "{out:?}");
+            assert!(out[60..].iter().all(|&y| y == 0.0));
+        }
     }
 
     fn activations(&self) {
@@ -462,13 +486,20 @@ impl<B: Backend> Suite<B> {
         }
     }
 
-    fn kv_layout(&self, kv_heads: usize, head_dim: usize, page_size: usize) -> KvLayout {
-        KvLayout {
-            page_size,
-            kv_heads,
-            head_dim,
-            element: KvElement::Compute(self.kind),
-        }
+    /// How a cache can be kept.
+    fn elements(&self) -> [KvElement; 2] {
+        [KvElement::Compute(self.kind), KvElement::Int8]
+    }
+
+    /// Zeroed pages of a layer, smoothed if they are int8 and have several heads.
+    fn cache<C: Backend>(&self, on: &C, kv: &KvLayout, pages: usize) -> C::Pages {
+        let smoothed = kv.element == KvElement::Int8 && kv.kv_heads > 1;
+        let mut numbers = self.seed(31);
+        let factors: Vec<f32> = (0..kv.kv_heads * kv.head_dim)
+            .map(|_| numbers.normal(1.0).exp())
+            .collect();
+        on.alloc_pages(kv, smoothed.then_some(&factors), pages)
+            .unwrap()
     }
 
     /// Pages that hold the keys and values of all positions of every span but the rows of the step.
@@ -479,7 +510,7 @@ impl<B: Backend> Suite<B> {
         spans: &[(usize, usize)],
         pages: usize,
     ) -> C::Pages {
-        let mut store = on.alloc_pages(kv, pages).unwrap();
+        let mut store = self.cache(on, kv, pages);
         let all: Vec<_> = spans
             .iter()
             .map(|&(start, rows)| (0, start + rows))
@@ -495,18 +526,42 @@ impl<B: Backend> Suite<B> {
         };
         on.store_kv(&mut store, &rows, &self.step(on, &layout))
             .unwrap();
+        let mut judge = self.cache(&self.reference, kv, pages);
+        if kv.element == KvElement::Int8 {
+            let rows = KvRows {
+                keys: self.tensor(&self.reference, layout.rows(), width, &keys),
+                values: self.tensor(&self.reference, layout.rows(), width, &values),
+            };
+            let step = self.step(&self.reference, &layout);
+            self.reference.store_kv(&mut judge, &rows, &step).unwrap();
+        }
         for (i, &slot) in layout.slots.iter().enumerate().step_by(5) {
             let (page, offset) = (slot as usize / kv.page_size, slot as usize % kv.page_size);
             let head = i % kv.kv_heads;
             let (key, value) = on.read_slot(&store, page, head, offset).unwrap();
             let at = i * width + head * kv.head_dim;
-            assert_eq!(key, keys[at..at + kv.head_dim]);
-            assert_eq!(value, values[at..at + kv.head_dim]);
+            let expected = match kv.element {
+                KvElement::Compute(_) => (
+                    keys[at..at + kv.head_dim].to_vec(),
+                    values[at..at + kv.head_dim].to_vec(),
+                ),
+                KvElement::Int8 => self
+                    .reference
+                    .read_slot(&judge, page, head, offset)
+                    .unwrap(),
+            };
+            assert_eq!((key, value), expected, "position {i} of {:?}", kv.element);
         }
         store
     }
 
     fn attention(&self) {
+        for element in self.elements() {
+            self.attention_on(element);
+        }
+    }
+
+    fn attention_on(&self, element: KvElement) {
         let masks = [
             Mask::Causal,
             Mask::Window(10),
@@ -528,7 +583,12 @@ impl<B: Backend> Suite<B> {
                 (64, vec![(0, 40), (255, 3), (256, 1), (600, 2)]),
             ] {
                 let pages = 30;
-                let kv = self.kv_layout(kv_heads, head_dim, page_size);
+                let kv = KvLayout {
+                    page_size,
+                    kv_heads,
+                    head_dim,
+                    element,
+                };
                 let store = self.fill(&self.backend, &kv, &spans, pages);
                 let store_reference = self.fill(&self.reference, &kv, &spans, pages);
                 let layout = layout(&spans, page_size, pages);
@@ -542,8 +602,9 @@ impl<B: Backend> Suite<B> {
                         scale: 1.0 / (head_dim as f32).sqrt(),
                         mask,
                     };
-                    let what =
-                        format!("attention {heads}/{kv_heads} x {head_dim}, {mask:?}, {spans:?}");
+                    let what = format!(
+                        "attention {heads}/{kv_heads} x {head_dim}, {element:?}, {mask:?}, {spans:?}"
+                    );
                     let q = self.tensor(&self.backend, rows, width, &queries);
                     let mut out = self.blank(&self.backend, Element::Model, rows, width);
                     let step = self.step(&self.backend, &layout);
@@ -609,7 +670,18 @@ impl<B: Backend> Suite<B> {
 
     /// Copied pages hold what the originals hold, and nothing else changes.
     fn pages(&self) {
-        let kv = self.kv_layout(2, 8, 4);
+        for element in self.elements() {
+            self.pages_of(element);
+        }
+    }
+
+    fn pages_of(&self, element: KvElement) {
+        let kv = KvLayout {
+            page_size: 4,
+            kv_heads: 2,
+            head_dim: 8,
+            element,
+        };
         let mut store = self.fill(&self.backend, &kv, &[(0, 9)], 16);
         let page = |store: &B::Pages, page: usize| {
             let slots =
@@ -747,9 +819,20 @@ impl<B: Backend> Suite<B> {
 
     /// The fused op between projection and attention gives what the primitive ops give.
     fn attention_inputs(&self) {
+        for element in self.elements() {
+            self.attention_inputs_of(element);
+        }
+    }
+
+    fn attention_inputs_of(&self, element: KvElement) {
         for (heads, kv_heads, head_dim) in [(3, 1, 24), (9, 3, 64), (2, 2, 128), (0, 2, 8)] {
             let spans = [(5, 3), (0, 6)];
-            let kv = self.kv_layout(kv_heads, head_dim, 4);
+            let kv = KvLayout {
+                page_size: 4,
+                kv_heads,
+                head_dim,
+                element,
+            };
             let layout = layout(&spans, 4, 16);
             let (rows, width) = (layout.rows(), (heads + 2 * kv_heads) * head_dim);
             let x = self.seed(12).normals(rows * width, 1.0, self.kind);
@@ -791,7 +874,13 @@ impl<B: Backend> Suite<B> {
                 let what = format!(
                     "qk_norm_rope_store {heads}/{kv_heads} x {head_dim}, {normed} {rotated}"
                 );
-                assert_close(&what, &found, &judged, self.tolerance());
+                // A key that comes out one rounding apart can round to the neighbouring integer, which is as much
+                // as its scale: 1/127 of the largest, times the channel's factor.
+                let tolerance = match element {
+                    KvElement::Compute(_) => self.tolerance(),
+                    KvElement::Int8 => self.tolerance() + 1.0 / 127.0,
+                };
+                assert_close(&what, &found, &judged, tolerance);
             }
         }
     }
@@ -809,7 +898,7 @@ impl<B: Backend> Suite<B> {
         rotated: bool,
     ) -> Vec<f32> {
         let rows = layout.rows();
-        let mut pages = on.alloc_pages(kv, 16).unwrap();
+        let mut pages = self.cache(on, kv, 16);
         let mut queries = self.blank(on, Element::Model, rows, shape.heads * shape.head_dim);
         let kv_width = shape.kv_heads * shape.head_dim;
         let mut scratch = KvRows {

@@ -14,7 +14,7 @@ use crate::engine::{GenerationOptions, StepLoop};
 use crate::eval;
 use crate::generate::generate;
 use crate::kv::Sequence;
-use crate::model::{DecoderLM, LoadOptions};
+use crate::model::{DecoderLM, LoadOptions, Quant};
 use crate::runner::{Batch, Input, ModelRunner, Rows, RunnerOptions, Span, Want};
 use crate::sampling::SamplingParams;
 use crate::weights::{Checkpoint, Dtype, HostModel};
@@ -62,6 +62,16 @@ struct Case {
 
 /// A model of `dir` on `backend`, with room for `length` positions and `taps` kept.
 pub fn load<B: Backend>(backend: B, dir: &Path, options: &RunnerOptions) -> ModelRunner<B> {
+    load_quantized(backend, dir, Quant::None, options)
+}
+
+/// [`load`], with what `quant` says done to the weights.
+pub fn load_quantized<B: Backend>(
+    backend: B,
+    dir: &Path,
+    quant: Quant,
+    options: &RunnerOptions,
+) -> ModelRunner<B> {
     let config = ModelConfig::from_dir(dir).unwrap();
     let host = HostModel::load(
         &config,
@@ -70,7 +80,8 @@ pub fn load<B: Backend>(backend: B, dir: &Path, options: &RunnerOptions) -> Mode
     )
     .unwrap();
     let load = LoadOptions {
-        max_length: options.pages * options.page_size / options.max_spans,
+        quant,
+        ..LoadOptions::new(options.pages * options.page_size / options.max_spans)
     };
     let model = DecoderLM::load(&backend, &config, &host, &load, &mut |_, _| ()).unwrap();
     ModelRunner::new(backend, model, options).unwrap()

@@ -2,13 +2,15 @@
 
 mod conformance;
 mod golden;
+mod int8;
 mod numbers;
 mod same_text;
 
 pub use conformance::conformance;
 pub use golden::{
-    GOLDEN_MODELS, GoldenReport, golden_model, golden_models, golden_smollm2, greedy, load, span,
-    tokens,
+    GOLDEN_MODELS, GoldenReport, golden_model, golden_models, golden_smollm2, greedy, load,
+    load_quantized, span, tokens,
 };
+pub use int8::{golden_int8, int8_activations};
 pub use numbers::{Numbers, assert_close, weight};
-pub use same_text::{SAME_TEXT_MODELS, same_text, same_text_model};
+pub use same_text::{SAME_TEXT_MODELS, same_text, same_text_model, same_text_model_int8};

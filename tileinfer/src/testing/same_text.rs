@@ -7,11 +7,13 @@ use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::Arc;
 
-use super::{Numbers, load, tokens};
+use super::{Numbers, load_quantized, tokens};
 use crate::backend::{Backend, ComputeType};
+use crate::config::ModelConfig;
 use crate::engine::{Generation, GenerationOptions, Planned, Slot, StepLoop};
 use crate::generate::{TextOutput, answer};
-use crate::kv::{PagePool, Sequence};
+use crate::kv::{KeySmoothing, PagePool, Sequence};
+use crate::model::Quant;
 use crate::runner::{Batch, Input, ModelRunner, Rows, Runner, RunnerOptions, Span, Want};
 use crate::sampling::SamplingParams;
 use crate::tokenizer::Tokenizer;
@@ -47,15 +49,34 @@ pub fn same_text_model<B: Backend>(
     golden: &Path,
     name: &str,
 ) -> u64 {
+    same_text_of(make, golden, name, false)
+}
+
+/// [`same_text_model`] with int8 weights and a smoothed int8 cache.
+pub fn same_text_model_int8<B: Backend>(
+    make: &dyn Fn(ComputeType) -> B,
+    golden: &Path,
+    name: &str,
+) -> u64 {
+    same_text_of(make, golden, name, true)
+}
+
+fn same_text_of<B: Backend>(
+    make: &dyn Fn(ComputeType) -> B,
+    golden: &Path,
+    name: &str,
+    int8: bool,
+) -> u64 {
     let dir = golden.join("models").join(name);
     let kinds = [ComputeType::F32, ComputeType::Bf16].map(|kind| {
-        let mut suite = Suite::new(make(kind), &dir, format!("{name}, {kind:?}"));
+        let load = |backend| loaded(backend, &dir, int8);
+        let mut suite = Suite::new(load(make(kind)), format!("{name}, {kind:?}, int8 {int8}"));
         suite.chunks();
         suite.mixed_steps();
         suite.other_texts_beside();
         suite.cached_prefixes();
         suite.retired_pages();
-        let answers = [1, 2].map(|depth| crowd(&make, &dir, kind, depth));
+        let answers = [1, 2].map(|depth| crowd(load(make(kind)).with_depth(depth), &dir));
         assert_eq!(
             answers[0], answers[1],
             "{name}, {kind:?}: one and two steps in flight"
@@ -90,8 +111,7 @@ struct Suite<B: Backend> {
 
 impl<B: Backend> Suite<B> {
     /// Passes once over a random text, with pages in order.
-    fn new(backend: B, dir: &Path, what: String) -> Self {
-        let runner = load(backend, dir, &options());
+    fn new(runner: ModelRunner<B>, what: String) -> Self {
         let vocabulary = runner.limits().vocabulary;
         let ids = random_ids(&mut Numbers::new(7), LENGTH, vocabulary);
         let pool = PagePool::new(PAGES);
@@ -390,15 +410,10 @@ impl<B: Backend> Suite<B> {
 
 /// The answers of sampled requests, which are the same that comes and goes as alone,
 /// and streamed as whole.
-fn crowd<B: Backend>(
-    make: &dyn Fn(ComputeType) -> B,
-    dir: &Path,
-    kind: ComputeType,
-    depth: usize,
-) -> Vec<Vec<u32>> {
-    let what = format!("{}, {kind:?}, {depth} steps in flight", dir.display());
+fn crowd<B: Backend>(runner: ModelRunner<B>, dir: &Path) -> Vec<Vec<u32>> {
+    let limits = runner.limits();
+    let what = format!("{}, {limits:?}", dir.display());
     let tokenizer = Tokenizer::from_dir(dir).unwrap();
-    let runner = load(make(kind), dir, &options()).with_depth(depth);
     let mut steps = StepLoop::new(Box::new(runner));
     let mut numbers = Numbers::new(5);
     let requests: Vec<(Vec<u32>, GenerationOptions)> = (0..8)
@@ -540,6 +555,22 @@ fn crowd<B: Backend>(
     alone
 }
 
+/// The model of `dir`, its weights and its cache in int8 if that is asked for.
+fn loaded<B: Backend>(backend: B, dir: &Path, int8: bool) -> ModelRunner<B> {
+    let mut options = options();
+    let mut quant = Quant::None;
+    if int8 {
+        let config = ModelConfig::from_dir(dir).unwrap();
+        let mut numbers = Numbers::new(3);
+        let width = config.num_kv_heads * config.head_dim;
+        let layer = |_| (0..width).map(|_| numbers.normal(0.5).exp()).collect();
+        let layers = (0..config.num_layers).map(layer).collect();
+        options.int8_cache = Some(KeySmoothing::new(layers).unwrap());
+        quant = Quant::Int8;
+    }
+    load_quantized(backend, dir, quant, &options)
+}
+
 fn options() -> RunnerOptions {
     RunnerOptions {
         page_size: PAGE_SIZE,
@@ -547,6 +578,7 @@ fn options() -> RunnerOptions {
         max_rows: 320,
         max_spans: 10,
         taps: Vec::new(),
+        int8_cache: None,
         graphs: true,
     }
 }

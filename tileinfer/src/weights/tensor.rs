@@ -53,6 +53,20 @@ pub enum WeightData {
     OwnedBf16(Arc<[u16]>),
     /// f32 in memory.
     OwnedF32(Arc<[f32]>),
+    /// int8 in a file, and one f32 scale a row: element `i` of a row is worth `scale * value`.
+    Int8 {
+        /// The integers.
+        values: MappedBytes,
+        /// One a row.
+        scales: Arc<[f32]>,
+    },
+    /// The same in memory.
+    OwnedInt8 {
+        /// The integers.
+        values: Arc<[i8]>,
+        /// One a row.
+        scales: Arc<[f32]>,
+    },
 }
 
 impl WeightData {
@@ -62,6 +76,8 @@ impl WeightData {
             WeightData::F32(bytes) => bytes.len() / 4,
             WeightData::OwnedBf16(values) => values.len(),
             WeightData::OwnedF32(values) => values.len(),
+            WeightData::Int8 { values, .. } => values.len(),
+            WeightData::OwnedInt8 { values, .. } => values.len(),
         }
     }
 
@@ -72,10 +88,12 @@ impl WeightData {
             }
             WeightData::OwnedBf16(values) => size_of_val::<[u16]>(values),
             WeightData::OwnedF32(values) => size_of_val::<[f32]>(values),
+            WeightData::Int8 { values, scales } => values.len() + size_of_val::<[f32]>(scales),
+            WeightData::OwnedInt8 { values, scales } => values.len() + size_of_val::<[f32]>(scales),
         }
     }
 
-    /// Writes the elements from `start` on as f32, which is exact for every type.
+    /// Writes the elements from `start` on as f32, which is exact for every type; int8 without its scales.
     fn widen(&self, start: usize, out: &mut [f32]) {
         let range = start..start + out.len();
         let bytes = |size: usize| range.start * size..range.end * size;
@@ -104,10 +122,20 @@ impl WeightData {
                 }
             }
             WeightData::OwnedF32(data) => out.copy_from_slice(&data[range]),
+            WeightData::Int8 { values, .. } => {
+                for (out, &byte) in out.iter_mut().zip(&values[range]) {
+                    *out = f32::from(byte as i8);
+                }
+            }
+            WeightData::OwnedInt8 { values, .. } => {
+                for (out, &q) in out.iter_mut().zip(&values[range]) {
+                    *out = f32::from(q);
+                }
+            }
         }
     }
 
-    /// Rounded to nearest, ties to even.
+    /// Rounded to nearest, ties to even; int8 stays int8.
     fn to_bf16(&self) -> WeightData {
         let round = |value: f32| [bf16::from_f32(value).to_bits()];
         let n = self.elements();
@@ -121,7 +149,10 @@ impl WeightData {
                 generate(n, |i| round(f32::from_le_bytes(data[i])))
             }
             WeightData::OwnedF32(data) => generate(n, |i| round(data[i])),
-            WeightData::Bf16(_) | WeightData::OwnedBf16(_) => return self.clone(),
+            WeightData::Bf16(_)
+            | WeightData::OwnedBf16(_)
+            | WeightData::Int8 { .. }
+            | WeightData::OwnedInt8 { .. } => return self.clone(),
         })
     }
 }
@@ -138,9 +169,15 @@ impl WeightPart {
     /// `rows` × `cols` elements.
     ///
     /// # Errors
-    /// `Bug` if `data` has another number of elements.
+    /// `Bug` if `data` has another number of elements, or of scales.
     pub fn new(rows: usize, cols: usize, data: WeightData) -> Result<Self> {
         let elements = data.elements();
+        if let Some(scales) = data.scales().filter(|scales| scales.len() != rows) {
+            let scales = scales.len();
+            return Err(Error::Bug(format!(
+                "a part of {rows} rows was given {scales} scales"
+            )));
+        }
         if rows.checked_mul(cols) != Some(elements) {
             return Err(Error::Bug(format!(
                 "a part of {rows} × {cols} was given {elements} elements"
@@ -202,12 +239,17 @@ impl WeightPart {
             out.len()
         );
         self.data.widen(row * self.cols, out);
+        if let Some(scales) = self.data.scales() {
+            out.iter_mut().for_each(|out| *out *= scales[row]);
+        }
     }
 
     /// All elements as f32, row after row.
     pub(super) fn to_f32(&self) -> Vec<f32> {
         let mut out = vec![0.0; self.rows * self.cols];
-        self.data.widen(0, &mut out);
+        for (row, out) in out.chunks_exact_mut(self.cols.max(1)).enumerate() {
+            self.row_f32(row, out);
+        }
         out
     }
 }
@@ -277,7 +319,7 @@ impl Weight {
     }
 
     /// The weight as a model that computes in `compute` holds it. For bf16 that rounds f16 and f32 to nearest, ties to
-    /// even, into memory of its own; bf16 stays where it is, and for f32 everything does.
+    /// even, into memory of its own; bf16 and int8 stay where they are, and for f32 everything does.
     #[must_use]
     pub fn to_dtype(&self, compute: ComputeType) -> Self {
         let mut weight = self.clone();
@@ -331,27 +373,40 @@ fn generate<const N: usize>(n: usize, next: impl Fn(usize) -> [u16; N] + Sync) -
             rest.copy_from_slice(&values[..rest.len()]);
         }
     };
-    let chunks = Mutex::new(out.chunks_mut(CHUNK * N).enumerate());
-    let work = || {
+    for_each_chunk(
+        out.chunks_mut(CHUNK * N).enumerate(),
+        n.div_ceil(CHUNK * N),
+        fill,
+    );
+    // SAFETY: every element is initialised. The chunks cover the slice, each was taken by a thread that has ended (the
+    // scope waits for all and passes a panic on), and `fill` writes all pieces of its chunk and the rest after them.
+    unsafe { elements.assume_init() }
+}
+
+/// Runs `work` on each of `count` chunks, on all cores.
+pub(super) fn for_each_chunk<T: Send>(
+    chunks: impl Iterator<Item = T> + Send,
+    count: usize,
+    work: impl Fn(T) + Sync,
+) {
+    let chunks = Mutex::new(chunks);
+    let turn = || {
         loop {
-            // Taken apart from the filling, so that the lock is not held meanwhile.
+            // Taken apart from the work, so that the lock is not held meanwhile.
             let taken = chunks.lock().expect("no thread panics holding it").next();
             match taken {
-                Some(chunk) => fill(chunk),
+                Some(chunk) => work(chunk),
                 None => break,
             }
         }
     };
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     std::thread::scope(|scope| {
-        for _ in 1..threads.min(n.div_ceil(CHUNK * N)) {
-            scope.spawn(work);
+        for _ in 1..threads.min(count) {
+            scope.spawn(turn);
         }
-        work();
+        turn();
     });
-    // SAFETY: every element is initialised. The chunks cover the slice, each was taken by a thread that has ended (the
-    // scope waits for all and passes a panic on), and `fill` writes all pieces of its chunk and the rest after them.
-    unsafe { elements.assume_init() }
 }
 
 /// Output `index` of the splitmix64 generator (Steele, Lea, Flood 2014) that starts at `seed`.
