@@ -18,7 +18,7 @@ use tileinfer::{Error, Result};
 use crate::driver::{Address, Device, Event, Memory, Pinned, Recording};
 use crate::kernels::Type;
 use crate::ops::{
-    self, AttentionPlan, Groups, HeadInputs, LinearShape, Ops, Route, StepArrays, Then,
+    self, AttentionPlan, Groups, HeadInputs, LinearShape, Ops, Pools, Route, Rows, StepArrays, Then,
 };
 use crate::store::KernelOptions;
 
@@ -58,6 +58,8 @@ pub struct CudaBackend {
     /// Query heads a kv head of the last attention: what the next step's groups are likely made for.
     group: AtomicUsize,
     loader: Mutex<Option<Loader>>,
+    /// Whether a weight is int8: from then on activations have room for their bytes.
+    int8: AtomicBool,
 }
 
 /// An array `[rows, width]` on the device.
@@ -68,12 +70,23 @@ pub struct CudaTensor {
     rows: usize,
     width: usize,
     capacity: usize,
+    bytes: Option<Bytes>,
 }
 
-/// A weight `[rows, columns]` on the device, in the compute type.
+/// A tensor's rows as int8 weights take them.
+#[derive(Debug)]
+struct Bytes {
+    values: Memory,
+    scales: Memory,
+    /// Whether they are those of what the tensor holds now.
+    current: AtomicBool,
+}
+
+/// A weight `[rows, columns]` on the device, in the compute type, or in int8 with a scale a row.
 #[derive(Debug, Clone)]
 pub struct CudaWeight {
     memory: Arc<Memory>,
+    scales: Option<Arc<Memory>>,
     rows: usize,
     columns: usize,
 }
@@ -85,6 +98,34 @@ pub struct CudaPages {
     pages: usize,
     keys: Memory,
     values: Memory,
+    int8: Option<Int8Pages>,
+}
+
+/// What an int8 cache has besides its bytes.
+#[derive(Debug)]
+struct Int8Pages {
+    key_scales: Memory,
+    value_scales: Memory,
+    /// What keys are divided by.
+    factors: Memory,
+}
+
+impl CudaPages {
+    fn pools(&self) -> Pools {
+        let scales =
+            |of: fn(&Int8Pages) -> &Memory| self.int8.as_ref().map_or(0, |int8| of(int8).address());
+        Pools {
+            keys: Rows {
+                values: self.keys.address(),
+                scales: scales(|int8| &int8.key_scales),
+            },
+            values: Rows {
+                values: self.values.address(),
+                scales: scales(|int8| &int8.value_scales),
+            },
+            factors: scales(|int8| &int8.factors),
+        }
+    }
 }
 
 /// A RoPE table on the device.
@@ -230,6 +271,7 @@ impl CudaBackend {
             prepared: Mutex::default(),
             group: AtomicUsize::new(0),
             loader: Mutex::new(None),
+            int8: AtomicBool::new(false),
         }
     }
 
@@ -240,6 +282,14 @@ impl CudaBackend {
 
     fn device(&self) -> &Arc<Device> {
         self.ops.device()
+    }
+
+    /// Bytes of a number in the pages.
+    fn page_value_bytes(&self, pages: &CudaPages) -> usize {
+        match pages.int8 {
+            Some(_) => 1,
+            None => self.kind.bytes(),
+        }
     }
 
     fn prepared(&self) -> MutexGuard<'_, Recorded> {
@@ -283,9 +333,34 @@ impl CudaBackend {
         out.like(x.rows, weight.rows / then.halves())?;
         self.expect(x, "a linear's input")?;
         let shape = [x.rows, weight.rows, weight.columns];
-        let shape = LinearShape::new([self.kind, out.kind], shape).then(then);
-        let (bias, weight) = (bias.map(CudaTensor::at), weight.memory.address());
-        self.ops.linear(out.at(), x.at(), weight, bias, &shape)
+        let int8 = weight.scales.is_some();
+        let shape = LinearShape::new([self.kind, out.kind], shape)
+            .int8(int8)
+            .then(then);
+        let operand = if int8 { self.bytes(x)? } else { x.at().into() };
+        let bias = bias.map(CudaTensor::at);
+        self.ops
+            .linear(out.at(), operand, weight.at(), bias, &shape)
+    }
+
+    /// A tensor's rows as int8 weights take them, made now unless they are there.
+    fn bytes(&self, x: &CudaTensor) -> Result<Rows> {
+        let bytes = x.bytes.as_ref().ok_or_else(|| {
+            Error::Bug("a tensor made before the first int8 weight meets one".to_owned())
+        })?;
+        if !bytes.current.swap(true, Ordering::Relaxed) {
+            let shape = [x.rows, x.width];
+            self.ops
+                .round_activations(bytes.at(), x.at(), self.kind, shape)?;
+        }
+        Ok(bytes.at())
+    }
+
+    /// Where a norm leaves the bytes of what it writes, if int8 weights may ask for them.
+    fn bytes_of_norm(&self, out: &CudaTensor) -> Option<Rows> {
+        let bytes = out.bytes.as_ref()?;
+        bytes.current.store(true, Ordering::Relaxed);
+        Some(bytes.at())
     }
 
     /// Queues bytes to the device through the pinned buffers.
@@ -363,16 +438,43 @@ fn decoded(kind: Type, bytes: &[u8]) -> Vec<f32> {
     }
 }
 
+impl Bytes {
+    fn at(&self) -> Rows {
+        Rows {
+            values: self.values.address(),
+            scales: self.scales.address(),
+        }
+    }
+}
+
+impl CudaWeight {
+    fn at(&self) -> Rows {
+        Rows {
+            values: self.memory.address(),
+            scales: self.scales.as_ref().map_or(0, |scales| scales.address()),
+        }
+    }
+}
+
 impl CudaTensor {
     fn at(&self) -> Address {
         self.memory.address()
+    }
+
+    /// An op is about to write other values.
+    fn change(&self) {
+        if let Some(bytes) = &self.bytes {
+            bytes.current.store(false, Ordering::Relaxed);
+        }
     }
 
     fn column(&self, column: usize) -> Address {
         self.at() + (column * self.kind.bytes()) as Address
     }
 
+    /// Checks the size of what an op writes.
     fn like(&self, rows: usize, width: usize) -> Result<()> {
+        self.change();
         if (self.rows, self.width) == (rows, width) {
             return Ok(());
         }
@@ -464,15 +566,24 @@ impl Backend for CudaBackend {
                 "{capacity} x {width} values are more than an array can have here"
             )));
         }
-        let memory = self
-            .device()
-            .alloc("activations", capacity * width * kind.bytes())?;
+        let device = self.device();
+        let alloc = |bytes: usize| device.alloc("activations", bytes);
+        let bytes = if element == Element::Model && self.int8.load(Ordering::Relaxed) {
+            Some(Bytes {
+                values: alloc(2 * capacity * width)?,
+                scales: alloc(capacity * 4)?,
+                current: AtomicBool::new(false),
+            })
+        } else {
+            None
+        };
         Ok(CudaTensor {
-            memory,
+            memory: alloc(capacity * width * kind.bytes())?,
             kind,
             rows: 0,
             width,
             capacity,
+            bytes,
         })
     }
 
@@ -484,6 +595,7 @@ impl Backend for CudaBackend {
             )));
         }
         tensor.rows = rows;
+        tensor.change();
         Ok(())
     }
 
@@ -499,6 +611,7 @@ impl Backend for CudaBackend {
                 values.len()
             )));
         }
+        tensor.change();
         self.device()
             .upload(tensor.column(start), &encoded(tensor.kind, values))
     }
@@ -511,9 +624,16 @@ impl Backend for CudaBackend {
 
     fn load_weight(&self, weight: &Weight) -> Result<CudaWeight> {
         let (rows, columns) = (weight.rows(), weight.cols());
-        let memory = self
-            .device()
-            .alloc("weights", rows * columns * self.kind.bytes())?;
+        let int8 = weight.has_int8();
+        // Parts of both kinds stand in one matrix: what is not int8 yet becomes it.
+        let weight = &if int8 {
+            weight.to_int8()
+        } else {
+            weight.clone()
+        };
+        let size = if int8 { 1 } else { self.kind.bytes() };
+        let memory = self.device().alloc("weights", rows * columns * size)?;
+        let mut scales = Vec::new();
         let mut loader = self
             .loader
             .lock()
@@ -544,6 +664,10 @@ impl Backend for CudaBackend {
                 (Type::F32, WeightData::OwnedF32(values)) => {
                     self.stream(loader, to, cuda_core::bytemuck::cast_slice(values))?;
                 }
+                (_, data) if let Some((values, part_scales)) = data.int8() => {
+                    scales.extend_from_slice(part_scales);
+                    self.stream(loader, to, cuda_core::bytemuck::cast_slice(values))?;
+                }
                 _ => {
                     // Some rows at a time: widening is exact, and rounding is what the type asks for.
                     let some = (LOAD_BUFFER / 4 / part.cols().max(1)).clamp(1, part.rows().max(1));
@@ -566,10 +690,18 @@ impl Backend for CudaBackend {
                     }
                 }
             }
-            to += (elements * self.kind.bytes()) as Address;
+            to += (elements * size) as Address;
         }
+        let scales = match int8 {
+            true => {
+                self.int8.store(true, Ordering::Relaxed);
+                Some(Arc::new(self.floats("scales of a weight", &scales)?))
+            }
+            false => None,
+        };
         Ok(CudaWeight {
             memory: Arc::new(memory),
+            scales,
             rows,
             columns,
         })
@@ -596,50 +728,74 @@ impl Backend for CudaBackend {
     fn alloc_pages(
         &self,
         layout: &KvLayout,
-        _smoothing: Option<&[f32]>,
+        smoothing: Option<&[f32]>,
         pages: usize,
     ) -> Result<CudaPages> {
-        if layout.element != KvElement::Compute(self.compute) {
-            return Err(Error::usage(format!(
-                "a cache of {:?} is not supported on the GPU with activations of {:?}",
-                layout.element, self.compute
-            )));
-        }
-        let values = pages * layout.page_size * layout.kv_heads * layout.head_dim;
+        let size = match layout.element {
+            KvElement::Int8 => 1,
+            KvElement::Compute(kind) if kind == self.compute => self.kind.bytes(),
+            KvElement::Compute(kind) => {
+                return Err(Error::usage(format!(
+                    "a cache of {kind:?} is not supported on the GPU with activations of {:?}",
+                    self.compute
+                )));
+            }
+        };
+        let vectors = pages * layout.page_size * layout.kv_heads;
+        let values = vectors * layout.head_dim;
         if values > i32::MAX as usize {
             let most = i32::MAX as usize / (layout.page_size * layout.kv_heads * layout.head_dim);
             return Err(Error::usage(format!(
                 "{pages} pages of a layer are more than the {most} a GPU kernel can address"
             )));
         }
-        let bytes = values * self.kind.bytes();
-        let half = || {
+        let zeroed = |bytes: usize| {
             let memory = self.device().alloc("the KV cache", bytes)?;
             self.device().queue_fill(memory.address(), 0, bytes)?;
             Ok(memory)
         };
+        let int8 = match layout.element {
+            KvElement::Compute(_) => None,
+            KvElement::Int8 => {
+                let width = layout.kv_heads * layout.head_dim;
+                let ones = vec![1.0; width];
+                let factors = smoothing.unwrap_or(&ones);
+                if factors.len() != width {
+                    return Err(Error::Bug(format!(
+                        "{} smoothing factors of a layer of {width} channels",
+                        factors.len()
+                    )));
+                }
+                Some(Int8Pages {
+                    key_scales: zeroed(vectors * 4)?,
+                    value_scales: zeroed(vectors * 4)?,
+                    factors: self.floats("smoothing factors", factors)?,
+                })
+            }
+        };
         Ok(CudaPages {
             layout: *layout,
             pages,
-            keys: half()?,
-            values: half()?,
+            keys: zeroed(values * size)?,
+            values: zeroed(values * size)?,
+            int8,
         })
     }
 
     fn copy_pages(&self, pages: &mut CudaPages, copies: &[(u32, u32)]) -> Result<()> {
-        let KvLayout {
-            page_size,
-            kv_heads,
-            head_dim,
-            ..
-        } = pages.layout;
-        let bytes = page_size * kv_heads * head_dim * self.kind.bytes();
-        for &(from, to) in copies {
-            let place =
-                |memory: &Memory, page: u32| memory.address() + (page as usize * bytes) as Address;
-            for memory in [&pages.keys, &pages.values] {
-                self.device()
-                    .queue_copy(place(memory, to), place(memory, from), bytes)?;
+        let vectors = pages.layout.page_size * pages.layout.kv_heads;
+        let bytes = vectors * pages.layout.head_dim * self.page_value_bytes(pages);
+        let scales = pages.int8.as_ref();
+        let scales = scales.map(|int8| [&int8.key_scales, &int8.value_scales]);
+        let pools = [(&pages.keys, bytes), (&pages.values, bytes)].into_iter();
+        let scales = scales
+            .into_iter()
+            .flatten()
+            .map(|memory| (memory, vectors * 4));
+        for (memory, bytes) in pools.chain(scales) {
+            let place = |page: u32| memory.address() + (page as usize * bytes) as Address;
+            for &(from, to) in copies {
+                self.device().queue_copy(place(to), place(from), bytes)?;
             }
         }
         Ok(())
@@ -658,15 +814,34 @@ impl Backend for CudaBackend {
             head_dim,
             ..
         } = pages.layout;
-        let first =
-            ((page * kv_heads + kv_head) * page_size + offset) * head_dim * self.kind.bytes();
-        let read = |memory: &Memory| {
-            let mut bytes = vec![0; head_dim * self.kind.bytes()];
+        let vector = (page * kv_heads + kv_head) * page_size + offset;
+        let download = |memory: &Memory, first: usize, bytes: usize| {
+            let mut read = vec![0; bytes];
             self.device()
-                .download(memory.address() + first as Address, &mut bytes)?;
-            Ok(decoded(self.kind, &bytes))
+                .download(memory.address() + first as Address, &mut read)?;
+            Ok::<_, Error>(read)
         };
-        Ok((read(&pages.keys)?, read(&pages.values)?))
+        let bytes = head_dim * self.page_value_bytes(pages);
+        let read = |memory: &Memory| download(memory, vector * bytes, bytes);
+        let (keys, values) = (read(&pages.keys)?, read(&pages.values)?);
+        let Some(int8) = &pages.int8 else {
+            return Ok((decoded(self.kind, &keys), decoded(self.kind, &values)));
+        };
+        let floats = |memory: &Memory, first: usize, count: usize| {
+            let read = download(memory, first * 4, count * 4)?;
+            Ok::<_, Error>(decoded(Type::F32, &read))
+        };
+        let worth = |bytes: &[u8], scale: f32| -> Vec<f32> {
+            let values = bytes.iter().map(|&byte| f32::from(byte.cast_signed()));
+            values.map(|value| scale * value).collect()
+        };
+        let mut keys = worth(&keys, floats(&int8.key_scales, vector, 1)?[0]);
+        let factors = floats(&int8.factors, kv_head * head_dim, head_dim)?;
+        keys.iter_mut()
+            .zip(factors)
+            .for_each(|(key, factor)| *key *= factor);
+        let values = worth(&values, floats(&int8.value_scales, vector, 1)?[0]);
+        Ok((keys, values))
     }
 
     fn alloc_step(&self, rows: usize, spans: usize, table_width: usize) -> Result<CudaStep> {
@@ -823,6 +998,9 @@ impl Backend for CudaBackend {
 
     fn embed(&self, out: &mut CudaTensor, table: &CudaWeight, step: &CudaStep) -> Result<()> {
         out.like(step.rows, table.columns)?;
+        if table.scales.is_some() {
+            return Err(Error::Bug("an int8 embedding table".to_owned()));
+        }
         let shape = [step.rows, table.rows, table.columns];
         let ids = step.address(Offsets::IDS);
         self.ops.gather(
@@ -846,6 +1024,7 @@ impl Backend for CudaBackend {
         let shape = [x.rows, x.width];
         self.ops.rms_norm(
             out.at(),
+            self.bytes_of_norm(out),
             x.at(),
             None,
             weight.at(),
@@ -873,8 +1052,10 @@ impl Backend for CudaBackend {
 
     fn head_norm(&self, x: &mut CudaTensor, weight: &CudaTensor, eps: f32) -> Result<()> {
         let shape = [x.rows * x.width / weight.width.max(1), weight.width];
+        x.change();
         self.ops.rms_norm(
             x.at(),
+            None,
             x.at(),
             None,
             weight.at(),
@@ -892,6 +1073,7 @@ impl Backend for CudaBackend {
         queries: bool,
     ) -> Result<()> {
         self.expect(x, "what is rotated")?;
+        x.change();
         let head_dim = 2 * rope.pairs;
         let inputs = rope.inputs(queries);
         self.ops.rotate(
@@ -915,17 +1097,18 @@ impl Backend for CudaBackend {
             head_dim,
             ..
         } = pages.layout;
-        for (pool, x) in [(&pages.keys, &rows.keys), (&pages.values, &rows.values)] {
+        let pools = pages.pools();
+        let factors = pools.int8().then_some(pools.factors);
+        for (pool, factors, x) in [
+            (pools.keys, factors, &rows.keys),
+            (pools.values, None, &rows.values),
+        ] {
             x.like(step.rows, kv_heads * head_dim)?;
             self.expect(x, "what is stored")?;
             let shape = [kv_heads, head_dim, page_size];
-            self.ops.store(
-                pool.address(),
-                x.at(),
-                &step.step_arrays(),
-                self.kind,
-                shape,
-            )?;
+            let step = step.step_arrays();
+            self.ops
+                .store(pool, factors, x.at(), &step, self.kind, shape)?;
         }
         Ok(())
     }
@@ -1028,10 +1211,10 @@ impl Backend for CudaBackend {
             count: counts[array],
             tile: tiles[array],
         };
-        let arrays = [queries.at(), pages.keys.address(), pages.values.address()];
         self.ops.attention(
             out.at(),
-            arrays,
+            queries.at(),
+            &pages.pools(),
             &step.step_arrays(),
             &groups,
             &plan,
@@ -1075,6 +1258,7 @@ impl Backend for CudaBackend {
                 x.width, out.width
             )));
         }
+        out.change();
         let (target, source) = ((out.column(to), out.width), (x.column(from), x.width));
         self.ops
             .copy_columns(target, source, [x.kind, out.kind], [x.rows, columns])
@@ -1177,6 +1361,7 @@ impl Backend for CudaBackend {
         let shape = [x.rows, x.width];
         self.ops.rms_norm(
             out.at(),
+            self.bytes_of_norm(out),
             x.at(),
             Some(delta.at()),
             weight.at(),
@@ -1210,15 +1395,16 @@ impl Backend for CudaBackend {
         inputs.query_norm = norms.query.map_or(0, CudaTensor::at);
         inputs.key_norm = norms.key.map_or(0, CudaTensor::at);
         inputs.eps = norms.eps;
-        let arrays = [
-            queries.at(),
-            pages.keys.address(),
-            pages.values.address(),
-            qkv.at(),
-        ];
         let shape = [heads, kv_heads, head_dim, pages.layout.page_size];
-        self.ops
-            .split_norm_rope_store(arrays, &inputs, &step.step_arrays(), self.kind, shape)
+        self.ops.split_norm_rope_store(
+            queries.at(),
+            &pages.pools(),
+            qkv.at(),
+            &inputs,
+            &step.step_arrays(),
+            self.kind,
+            shape,
+        )
     }
 
     fn linear_activation(
@@ -1244,7 +1430,12 @@ impl Backend for CudaBackend {
     }
 
     fn graph_class(&self, layout: &StepLayout) -> usize {
-        class(layout.positions.iter().map(|&position| position as usize + 1))
+        class(
+            layout
+                .positions
+                .iter()
+                .map(|&position| position as usize + 1),
+        )
     }
 
     fn capture(&self, body: &mut dyn FnMut() -> Result<()>) -> Result<CudaGraph> {

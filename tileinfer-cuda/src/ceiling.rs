@@ -62,7 +62,7 @@ fn bandwidth(ops: &Ops, rows: usize) -> Result<(f64, f64)> {
     let read = shortest(device, &mut || {
         let shape = LinearShape::new([Type::Bf16; 2], [1, rows, COLUMNS]);
         let (y, x, w) = (y.address(), x.address(), weight.address());
-        ops.linear(y, x, w, None, &shape)
+        ops.linear(y, x.into(), w.into(), None, &shape)
     })?;
     let copy = shortest(device, &mut || {
         device.queue_copy(other.address(), weight.address(), bytes)
@@ -109,7 +109,7 @@ fn product(ops: &Ops) -> Result<f64> {
         const AT_ONCE: usize = 50;
         start.record()?;
         for _ in 0..AT_ONCE {
-            ops.linear(y, x, w, None, &shape)?;
+            ops.linear(y, x.into(), w.into(), None, &shape)?;
         }
         end.record()?;
         end.wait()?;

@@ -100,6 +100,8 @@ pub struct LinearShape {
     pub n: usize,
     /// Its columns.
     pub k: usize,
+    /// Whether the weight is int8.
+    pub int8: bool,
     /// What follows the sum.
     pub then: Then,
 }
@@ -265,7 +267,13 @@ pub fn rounding_variant(kind: Type, width: usize) -> Variant {
 
 /// The norm kernel from rows of type `stream` and of `width` to rows of `kind`; `residual` for the form that adds
 /// first, `bytes` for the one that leaves its rows for int8 weights as well.
-pub fn norm_variant(stream: Type, kind: Type, width: usize, residual: bool, bytes: bool) -> Variant {
+pub fn norm_variant(
+    stream: Type,
+    kind: Type,
+    width: usize,
+    residual: bool,
+    bytes: bool,
+) -> Variant {
     let tile = width.next_power_of_two().clamp(64, WIDEST_NORM) as i32;
     let rows = (1024 / tile).max(1);
     let variant = Variant::new(
@@ -290,9 +298,18 @@ const STRETCH: usize = 1024;
 const ARGMAX_STRETCH: usize = 4096;
 
 /// The kernels between the projection and attention, for heads of `head_dim`.
-pub fn head_variant(kernel: &'static kernels::Kernel, kind: Type, head_dim: usize) -> Variant {
+pub fn head_variant(
+    kernel: &'static kernels::Kernel,
+    kind: Type,
+    head_dim: usize,
+    int8: bool,
+) -> Variant {
     let half = (head_dim / 2).next_power_of_two().max(8);
-    Variant::new(kernel, &[kind], &[HEADS as i32, half as i32]).aligned(head_dim.is_multiple_of(16))
+    let mut sizes = vec![HEADS as i32, half as i32];
+    if !std::ptr::eq(kernel, &kernels::ROTATE) {
+        sizes.push(i32::from(int8));
+    }
+    Variant::new(kernel, &[kind], &sizes).aligned(head_dim.is_multiple_of(16))
 }
 
 /// Heads a block of those kernels.
@@ -330,6 +347,7 @@ pub fn attention_variant(
     tile: AttentionTile,
     head_dim: usize,
     page_size: usize,
+    int8: bool,
 ) -> Variant {
     let aligned = head_dim.is_multiple_of(8);
     let width = head_dim.next_power_of_two().max(16) as i32;
@@ -337,7 +355,7 @@ pub fn attention_variant(
         return Variant::new(kernel, &[kind], &[width, 0]).aligned(aligned);
     }
     let page = if page_size == PAGE { PAGE as i32 } else { 0 };
-    let mut sizes = vec![tile.queries as i32, width, page, tile.latency];
+    let mut sizes = vec![tile.queries as i32, width, page, tile.latency, int8.into()];
     if std::ptr::eq(kernel, &kernels::ATTEND_SPLIT) {
         sizes.push(i32::from(route == Route::Fused));
     }
@@ -389,6 +407,38 @@ pub struct Groups {
     pub count: usize,
     /// The tile, which also says how many query vectors a group holds at most.
     pub tile: AttentionTile,
+}
+
+/// The keys and values of a layer: in the compute type, or in int8 with a scale each.
+#[derive(Debug, Clone, Copy)]
+pub struct Pools {
+    /// Of the compute type, or bytes.
+    pub keys: Rows,
+    /// The same.
+    pub values: Rows,
+    /// What int8 keys were divided by, or 0 where they are of the compute type.
+    pub factors: Address,
+}
+
+impl Pools {
+    /// Whether they are int8.
+    pub fn int8(&self) -> bool {
+        self.factors != 0
+    }
+
+    /// As kernels take them: keys, values, then keys, their scales, values, their scales, factors.
+    fn arguments(&self) -> [Argument; 7] {
+        [
+            self.keys.values,
+            self.values.values,
+            self.keys.values,
+            self.keys.scales,
+            self.values.values,
+            self.values.scales,
+            self.factors,
+        ]
+        .map(Argument::from)
+    }
 }
 
 /// The geometry of an attention layer and who sees whom.
@@ -504,10 +554,8 @@ impl Ops {
             false => vec![y, x.values, w.values],
         };
         let mut arguments: Vec<Argument> = operands.into_iter().map(Argument::from).collect();
-        arguments.extend([
-            bias.unwrap_or(0).into(),
-            i32::from(bias.is_some()).into(),
-        ]);
+        arguments.push(bias.unwrap_or(0).into());
+        arguments.push(i32::from(bias.is_some()).into());
         let few = [&kernels::LINEAR_FEW, &kernels::FEW_INT8]
             .iter()
             .any(|&few| std::ptr::eq(plan.variant.kernel, few));
@@ -666,7 +714,9 @@ impl Ops {
     /// Splits rows of q, k and v heads, norms and rotates them, writes queries and pages.
     pub fn split_norm_rope_store(
         &self,
-        [queries, keys, values, qkv]: [Address; 4],
+        queries: Address,
+        pools: &Pools,
+        qkv: Address,
         inputs: &HeadInputs,
         step: &StepArrays,
         kind: Type,
@@ -677,10 +727,7 @@ impl Ops {
             + flag(inputs.key_norm, 2)
             + flag(inputs.cos, 4)
             + flag(inputs.query_scale, 8);
-        let arguments = [
-            queries.into(),
-            keys.into(),
-            values.into(),
+        let rest = [
             qkv.into(),
             inputs.query_norm.into(),
             inputs.key_norm.into(),
@@ -697,7 +744,13 @@ impl Ops {
             inputs.eps.into(),
         ];
         let blocks = heads.div_ceil(HEADS) + 2 * kv_heads.div_ceil(HEADS);
-        let variant = head_variant(&kernels::SPLIT_NORM_ROPE_STORE, kind, head_dim);
+        let arguments = [&[queries.into()], &pools.arguments()[..], &rest].concat();
+        let variant = head_variant(
+            &kernels::SPLIT_NORM_ROPE_STORE,
+            kind,
+            head_dim,
+            pools.int8(),
+        );
         self.launch(&variant, [blocks, step.rows, 1], &arguments)
     }
 
@@ -720,28 +773,34 @@ impl Ops {
             heads.into(),
             head_dim.into(),
         ];
-        let variant = head_variant(&kernels::ROTATE, kind, head_dim);
+        let variant = head_variant(&kernels::ROTATE, kind, head_dim, false);
         self.launch(&variant, [heads.div_ceil(HEADS), step.rows, 1], &arguments)
     }
 
-    /// Writes rows of kv heads to their slots of one pool.
+    /// Writes rows of kv heads to their slots of one pool; to int8 where there are scales, divided by `factors`
+    /// if there are any.
     pub fn store(
         &self,
-        pool: Address,
+        pool: Rows,
+        factors: Option<Address>,
         x: Address,
         step: &StepArrays,
         kind: Type,
         [kv_heads, head_dim, page_size]: [usize; 3],
     ) -> Result<()> {
         let arguments = [
-            pool.into(),
+            pool.values.into(),
+            pool.values.into(),
+            pool.scales.into(),
+            factors.unwrap_or(0).into(),
+            i32::from(factors.is_some()).into(),
             x.into(),
             step.slots.into(),
             kv_heads.into(),
             head_dim.into(),
             page_size.into(),
         ];
-        let variant = head_variant(&kernels::STORE, kind, head_dim);
+        let variant = head_variant(&kernels::STORE, kind, head_dim, pool.scales != 0);
         self.launch(
             &variant,
             [kv_heads.div_ceil(HEADS), step.rows, 1],
@@ -753,7 +812,8 @@ impl Ops {
     pub fn attention(
         &self,
         out: Address,
-        [queries, keys, values]: [Address; 3],
+        queries: Address,
+        pools: &Pools,
         step: &StepArrays,
         groups: &Groups,
         plan: &AttentionPlan,
@@ -768,6 +828,7 @@ impl Ops {
                 groups.tile,
                 plan.head_dim,
                 plan.page_size,
+                pools.int8(),
             )
         };
         // exp2 in the kernel: the factor of the natural exponent goes into the scale.
@@ -783,13 +844,8 @@ impl Ops {
             i32::from(plan.causal).into(),
             plan.window.min(1 << 30).into(),
         ];
-        let sources = [
-            Argument::from(queries),
-            keys.into(),
-            values.into(),
-            step.tables.into(),
-            groups.address.into(),
-        ];
+        let lists = [step.tables, groups.address].map(Argument::from);
+        let sources = [&[queries.into()], &pools.arguments()[..], &lists].concat();
         if route == Route::Whole {
             let arguments = [&[out.into()], &sources[..], &shape].concat();
             let grid = [groups.count, plan.kv_heads, 1];
@@ -897,7 +953,7 @@ pub fn catalog() -> Vec<Variant> {
                 (kind, Then::GatedSilu),
                 (kind, Then::Xielu([0.0; 4])),
             ] {
-                for rows in [1, 32, 64, 128, 256, 4096] {
+                for rows in [1, 32, 64, 128, 200, 4096] {
                     // Cut into splits, and not.
                     for n in [4096, 24576, 151_936] {
                         let shape = [rows, n + 2 * odd, 4096];
@@ -941,22 +997,25 @@ pub fn catalog() -> Vec<Variant> {
             all.push(stretch_variant(&kernels::ADD, &[Type::F32; 2], 1024 + odd));
         }
         for head_dim in [14, 16, 30, 32, 64, 128, 256] {
-            for kernel in [
-                &kernels::SPLIT_NORM_ROPE_STORE,
-                &kernels::ROTATE,
-                &kernels::STORE,
-            ] {
-                all.push(head_variant(kernel, kind, head_dim));
+            for int8 in [false, true] {
+                for kernel in [
+                    &kernels::SPLIT_NORM_ROPE_STORE,
+                    &kernels::ROTATE,
+                    &kernels::STORE,
+                ] {
+                    all.push(head_variant(kernel, kind, head_dim, int8));
+                }
             }
         }
         for head_dim in [16, 32, 64, 128, 256] {
             let [few, more, many] = attention_tiles(kind, 1);
-            for page_size in [PAGE, 4]
+            let pages = [(PAGE, false), (PAGE, true), (4, false), (4, true)];
+            for (page_size, int8) in pages
                 .into_iter()
-                .filter(|&size| size == PAGE || head_dim <= 128)
+                .filter(|&(size, _)| size == PAGE || head_dim <= 64)
             {
                 let variant = |kernel, route, tile| {
-                    attention_variant(kernel, kind, route, tile, head_dim, page_size)
+                    attention_variant(kernel, kind, route, tile, head_dim, page_size, int8)
                 };
                 for tile in [few, more] {
                     all.extend([
@@ -1069,10 +1128,7 @@ mod tests {
                     "{n} x {k}"
                 );
                 let tiles = n.div_ceil(64) * count;
-                assert!(
-                    count == 1 || tiles <= MOST_SPLIT_TILES,
-                    "{n} x {k}"
-                );
+                assert!(count == 1 || tiles <= MOST_SPLIT_TILES, "{n} x {k}");
                 assert_eq!(splits(Type::F32, n, k).0, 1);
             }
         }
@@ -1113,7 +1169,9 @@ mod tests {
                         has(rounding_variant(kind, k));
                     }
                 }
-                for [residual, bytes] in [[false, false], [false, true], [true, false], [true, true]] {
+                for [residual, bytes] in
+                    [[false, false], [false, true], [true, false], [true, true]]
+                {
                     has(norm_variant(Type::F32, kind, hidden, residual, bytes));
                 }
                 has(stretch_variant(
@@ -1124,11 +1182,10 @@ mod tests {
                 has(stretch_variant(&kernels::GATHER, &[kind; 2], hidden));
                 has(stretch_variant(&kernels::SILU_GATED, &[kind], wide));
                 has(stretch_variant(&kernels::XIELU, &[kind], wide));
-                has(head_variant(
-                    &kernels::SPLIT_NORM_ROPE_STORE,
-                    kind,
-                    head_dim,
-                ));
+                for int8 in [false, true] {
+                    let kernel = &kernels::SPLIT_NORM_ROPE_STORE;
+                    has(head_variant(kernel, kind, head_dim, int8));
+                }
                 let [few, more, many] = attention_tiles(kind, heads / kv_heads);
                 for (kernel, route, tile) in [
                     (&kernels::ATTEND_SPLIT, Route::Fused, few),
@@ -1138,7 +1195,11 @@ mod tests {
                     (&kernels::FOLD, Route::Split, few),
                     (&kernels::ATTEND_WHOLE, Route::Whole, many),
                 ] {
-                    has(attention_variant(kernel, kind, route, tile, head_dim, PAGE));
+                    for int8 in [false, true] {
+                        has(attention_variant(
+                            kernel, kind, route, tile, head_dim, PAGE, int8,
+                        ));
+                    }
                 }
             }
             has(argmax_parts_variant(vocab));

@@ -1,6 +1,7 @@
 //! Compiles every kernel for the architectures named into packs. Needs a CUDA toolkit's `tileiras`, no GPU.
 //!
-//! `tileinfer-kernels TOOLKIT FOLDER ARCH...`
+//! `tileinfer-kernels [--only TEXT] TOOLKIT FOLDER ARCH...`, where `--only` leaves out kernels whose names hold
+//! none of the texts, separated by semicolons: a quick pack to try something with.
 
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -14,10 +15,17 @@ use tileinfer_cuda::ops::catalog;
 use tileinfer_cuda::pack::Pack;
 
 fn main() {
-    let mut arguments = std::env::args().skip(1);
-    let catalog = catalog();
+    let mut arguments = std::env::args().skip(1).peekable();
+    let mut catalog = catalog();
+    if arguments.next_if(|argument| argument == "--only").is_some() {
+        let texts = arguments.next().unwrap_or_default();
+        catalog.retain(|variant| {
+            let name = variant.to_string();
+            texts.split(';').any(|text| name.contains(text))
+        });
+    }
     let (Some(toolkit), Some(folder)) = (arguments.next(), arguments.next()) else {
-        eprintln!("usage: tileinfer-kernels TOOLKIT FOLDER ARCH...");
+        eprintln!("usage: tileinfer-kernels [--only TEXT] TOOLKIT FOLDER ARCH...");
         std::process::exit(2);
     };
     let result = arguments.try_for_each(|arch| {
@@ -48,10 +56,24 @@ fn build(variants: &[Variant], toolkit: &Path, folder: &Path, arch: &str) -> Res
     let path = folder.join(format!("tileinfer-{arch}.pack"));
     let pack = Mutex::new(Pack::new(arch, fingerprint()));
     let failures = Mutex::new(Vec::new());
+    // What the kernel compiler refuses is known long before everything is assembled.
+    let mut bytecodes = Vec::new();
+    for variant in variants {
+        match compile::bytecode(variant, arch) {
+            Ok(bytecode) => bytecodes.push((variant, bytecode)),
+            Err(error) => failures
+                .lock()
+                .expect("no thread panics with the list")
+                .push(error.to_string()),
+        }
+    }
+    if bytecodes.len() < variants.len() {
+        bytecodes.clear();
+    }
     let next = AtomicUsize::new(0);
     let work = || {
-        while let Some(variant) = variants.get(next.fetch_add(1, Ordering::Relaxed)) {
-            match cubin(&assembler, variant, &cubins, arch) {
+        while let Some((variant, bytecode)) = bytecodes.get(next.fetch_add(1, Ordering::Relaxed)) {
+            match cubin(&assembler, variant, bytecode, &cubins, arch) {
                 Ok(cubin) => {
                     pack.lock()
                         .expect("no thread panics with the pack")
@@ -76,6 +98,12 @@ fn build(variants: &[Variant], toolkit: &Path, folder: &Path, arch: &str) -> Res
     for failure in &failures {
         eprintln!("{failure}");
     }
+    if !failures.is_empty() {
+        let count = failures.len();
+        return Err(Error::Bug(format!(
+            "{count} kernels do not compile for {arch}"
+        )));
+    }
     let pack = pack.into_inner().expect("no thread panicked with the pack");
     pack.write(&path)?;
     let bytes = std::fs::metadata(&path).map_or(0, |file| file.len());
@@ -85,25 +113,25 @@ fn build(variants: &[Variant], toolkit: &Path, folder: &Path, arch: &str) -> Res
         pack.len(),
         bytes / 1024
     );
-    match failures.len() {
-        0 => Ok(()),
-        count => Err(Error::Bug(format!(
-            "{count} kernels do not compile for {arch}"
-        ))),
-    }
+    Ok(())
 }
 
 /// The machine code of a variant: kept, or assembled and kept.
-fn cubin(assembler: &Assembler, variant: &Variant, cubins: &Path, arch: &str) -> Result<Vec<u8>> {
-    let bytecode = compile::bytecode(variant, arch)?;
+fn cubin(
+    assembler: &Assembler,
+    variant: &Variant,
+    bytecode: &[u8],
+    cubins: &Path,
+    arch: &str,
+) -> Result<Vec<u8>> {
     let mut hasher = Sha256::new();
-    hasher.update(&bytecode);
+    hasher.update(bytecode);
     hasher.update(arch);
     let path = cubins.join(format!("{:x}.cubin", hasher.finalize()));
     if let Ok(cubin) = std::fs::read(&path) {
         return Ok(cubin);
     }
-    let cubin = assembler.assemble(&variant.to_string(), &bytecode, arch)?;
+    let cubin = assembler.assemble(&variant.to_string(), bytecode, arch)?;
     let temporary = path.with_extension(format!("{}.incomplete", std::process::id()));
     std::fs::write(&temporary, &cubin).map_err(|source| Error::io(&temporary, source))?;
     std::fs::rename(&temporary, &path).map_err(|source| Error::io(&path, source))?;

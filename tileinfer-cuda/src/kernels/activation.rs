@@ -37,8 +37,7 @@ pub mod activation {
         let positive: Tile<f32, { [A, B, C] }> =
             broadcast_scalar(alpha_p, shape![A, B, C]) * value * value;
 
-        let low: Tile<f32, { [A, B, C] }> =
-            min_tile(value, broadcast_scalar(eps, shape![A, B, C]));
+        let low: Tile<f32, { [A, B, C] }> = min_tile(value, broadcast_scalar(eps, shape![A, B, C]));
         let far: Tile<f32, { [A, B, C] }> = exp(low) - one;
         let c3: Tile<f32, { [A, B, C] }> = constant(0.16666667f32, shape![A, B, C]);
         let c4: Tile<f32, { [A, B, C] }> = constant(0.041666668f32, shape![A, B, C]);
@@ -72,10 +71,8 @@ pub mod activation {
         let up: Tile<E, { [1, W] }> = x_part.load([pid.1 * 2 + 1, pid.0]);
         let gate: Tile<f32, { [1, W] }> = convert_tile(gate);
         let up: Tile<f32, { [1, W] }> = convert_tile(up);
-        let value: Tile<f32, { [1, 1, W] }> = gated_silu::<E, 1, 1, W>(
-            gate.reshape(shape![1, 1, W]),
-            up.reshape(shape![1, 1, W]),
-        );
+        let value: Tile<f32, { [1, 1, W] }> =
+            gated_silu::<E, 1, 1, W>(gate.reshape(shape![1, 1, W]), up.reshape(shape![1, 1, W]));
         let value: Tile<f32, { [1, W] }> = value.reshape(shape![1, W]);
         let value: Tile<E, { [1, W] }> = convert_tile(value);
         let out_view: Tensor<E, { [-1, -1] }> = matrix(out, rows, width, width, free);
@@ -100,13 +97,8 @@ pub mod activation {
         let x_part: Partition<E, { [1, W] }> = x_view.partition(shape![1, W]);
         let value: Tile<E, { [1, W] }> = x_part.load([0i32, pid.0]);
         let value: Tile<f32, { [1, W] }> = convert_tile(value);
-        let value: Tile<f32, { [1, 1, W] }> = curve::<E, 1, 1, W>(
-            value.reshape(shape![1, 1, W]),
-            alpha_p,
-            alpha_n,
-            beta,
-            eps,
-        );
+        let value: Tile<f32, { [1, 1, W] }> =
+            curve::<E, 1, 1, W>(value.reshape(shape![1, 1, W]), alpha_p, alpha_n, beta, eps);
         let value: Tile<f32, { [1, W] }> = value.reshape(shape![1, W]);
         let result: Tile<E, { [1, W] }> = convert_tile(value);
         let out_view: Tensor<E, { [-1, -1] }> = matrix(out, 1, count, count, free);

@@ -11,6 +11,7 @@
 #[cutile::module]
 #[allow(missing_docs)]
 pub mod attention {
+    use super::super::bytes::bytes::*;
     use super::super::views::views::*;
     use cutile::core::*;
 
@@ -56,11 +57,19 @@ pub mod attention {
 
     /// Keys or values of 64 positions from `first` on, `[64, D]`. With pages of 64 that is one page's block;
     /// with others (`PAGE` = 0) each vector is fetched by itself, and those outside `low .. high` are zero.
+    /// Those of an int8 cache (`INT8` = 1) come from `bytes`, without their scales.
     ///
     /// # Safety
     /// As for the entry points below.
-    unsafe fn load_page<E: ElementType, const D: i32, const PAGE: i32, const LATENCY: i32>(
+    unsafe fn load_page<
+        E: ElementType,
+        const D: i32,
+        const PAGE: i32,
+        const LATENCY: i32,
+        const INT8: i32,
+    >(
         pool: *mut E,
+        bytes: *mut i8,
         table: *mut i32,
         table_start: i32,
         first: i32,
@@ -76,12 +85,22 @@ pub mod attention {
         let mut result: Tile<E, { [64, D] }> = constant(E::ZERO, shape![64, D]);
         if PAGE == 64 {
             let page: i32 = scalar_at(free, table, table_start + first / 64);
-            let view: Tensor<E, { [-1, -1, -1] }> =
-                page_pool(pool, pages * kv_heads, 64i32, head_dim, free);
-            let part: Partition<E, { [1, 64, D] }> = view.partition(shape![1, 64, D]);
-            let block: Tile<E, { [1, 64, D] }> =
-                part.load_pipelined::<LATENCY>([page * kv_heads + kv_head, 0i32, 0i32]);
-            result = block.reshape(shape![64, D]);
+            if INT8 == 1 {
+                let view: Tensor<i8, { [-1, -1, -1] }> =
+                    page_pool(bytes, pages * kv_heads, 64i32, head_dim, free);
+                let part: Partition<i8, { [1, 64, D] }> = view.partition(shape![1, 64, D]);
+                let block: Tile<i8, { [1, 64, D] }> =
+                    part.load_pipelined::<LATENCY>([page * kv_heads + kv_head, 0i32, 0i32]);
+                let block: Tile<i8, { [64, D] }> = block.reshape(shape![64, D]);
+                result = widened::<E, 64, D>(block);
+            } else {
+                let view: Tensor<E, { [-1, -1, -1] }> =
+                    page_pool(pool, pages * kv_heads, 64i32, head_dim, free);
+                let part: Partition<E, { [1, 64, D] }> = view.partition(shape![1, 64, D]);
+                let block: Tile<E, { [1, 64, D] }> =
+                    part.load_pipelined::<LATENCY>([page * kv_heads + kv_head, 0i32, 0i32]);
+                result = block.reshape(shape![64, D]);
+            }
         } else {
             let key: Tile<i32, { [64, D] }> =
                 row_numbers::<64, D>() + broadcast_scalar(first, shape![64, D]);
@@ -89,38 +108,150 @@ pub mod attention {
             let seen: Tile<bool, { [64, D] }> = ge_tile(key, broadcast_scalar(low, shape![64, D]))
                 & lt_tile(key, broadcast_scalar(high, shape![64, D]))
                 & lt_tile(lane, broadcast_scalar(head_dim, shape![64, D]));
-            let size: Tile<i32, { [64, D] }> = broadcast_scalar(page_size, shape![64, D]);
-            let (page, _t): (Tile<i32, { [64, D] }>, Token) = load_ptr_tko(
-                addresses(
-                    table,
-                    broadcast_scalar(table_start, shape![64, D]) + key / size,
-                ),
-                ordering::Weak,
-                None::<scope::Device>,
-                Some(seen),
-                None,
-                Some(free),
-                Latency::<0>,
+            let vector: Tile<i32, { [64, D] }> = vectors_of_keys::<64, D>(
+                table,
+                table_start,
+                key,
+                seen,
+                page_size,
+                kv_heads,
+                kv_head,
+                free,
             );
-            let page: Tile<i32, { [64, D] }> = select(seen, page, constant_like::<64, D>());
-            let block: Tile<i32, { [64, D] }> = page * broadcast_scalar(kv_heads, shape![64, D])
-                + broadcast_scalar(kv_head, shape![64, D]);
-            let vector: Tile<i32, { [64, D] }> = block * size + key % size;
-            let (vectors, _t): (Tile<E, { [64, D] }>, Token) = load_ptr_tko(
-                addresses(
-                    pool,
-                    vector * broadcast_scalar(head_dim, shape![64, D]) + lane,
-                ),
-                ordering::Weak,
-                None::<scope::Device>,
-                Some(seen),
-                None,
-                Some(free),
-                Latency::<0>,
-            );
-            result = select(seen, vectors, result);
+            let at: Tile<i32, { [64, D] }> =
+                vector * broadcast_scalar(head_dim, shape![64, D]) + lane;
+            if INT8 == 1 {
+                let (vectors, _t): (Tile<i8, { [64, D] }>, Token) = load_ptr_tko(
+                    addresses(bytes, at),
+                    ordering::Weak,
+                    None::<scope::Device>,
+                    Some(seen),
+                    None,
+                    Some(free),
+                    Latency::<0>,
+                );
+                let values: Tile<E, { [64, D] }> = widened::<E, 64, D>(vectors);
+                result = select(seen, values, result);
+            } else {
+                let (vectors, _t): (Tile<E, { [64, D] }>, Token) = load_ptr_tko(
+                    addresses(pool, at),
+                    ordering::Weak,
+                    None::<scope::Device>,
+                    Some(seen),
+                    None,
+                    Some(free),
+                    Latency::<0>,
+                );
+                result = select(seen, vectors, result);
+            }
         }
         result
+    }
+
+    /// Of each key that is seen, which of all `[pages, kv_heads, page_size]` vectors it is; 0 of others.
+    ///
+    /// # Safety
+    /// As for the entry points below.
+    unsafe fn vectors_of_keys<const R: i32, const C: i32>(
+        table: *mut i32,
+        table_start: i32,
+        key: Tile<i32, { [R, C] }>,
+        seen: Tile<bool, { [R, C] }>,
+        page_size: i32,
+        kv_heads: i32,
+        kv_head: i32,
+        free: Token,
+    ) -> Tile<i32, { [R, C] }> {
+        let size: Tile<i32, { [R, C] }> = broadcast_scalar(page_size, shape![R, C]);
+        let (page, _t): (Tile<i32, { [R, C] }>, Token) = load_ptr_tko(
+            addresses(
+                table,
+                broadcast_scalar(table_start, shape![R, C]) + key / size,
+            ),
+            ordering::Weak,
+            None::<scope::Device>,
+            Some(seen),
+            None,
+            Some(free),
+            Latency::<0>,
+        );
+        let block: Tile<i32, { [R, C] }> = page * broadcast_scalar(kv_heads, shape![R, C])
+            + broadcast_scalar(kv_head, shape![R, C]);
+        select(seen, block * size + key % size, constant_like::<R, C>())
+    }
+
+    /// The scales of int8 keys or values `key`; 0 of those outside `low .. high`.
+    ///
+    /// # Safety
+    /// As for the entry points below.
+    unsafe fn load_scales<const R: i32, const C: i32>(
+        scales: *mut f32,
+        table: *mut i32,
+        table_start: i32,
+        key: Tile<i32, { [R, C] }>,
+        low: i32,
+        high: i32,
+        page_size: i32,
+        kv_heads: i32,
+        kv_head: i32,
+        free: Token,
+    ) -> Tile<f32, { [R, C] }> {
+        let seen: Tile<bool, { [R, C] }> = ge_tile(key, broadcast_scalar(low, shape![R, C]))
+            & lt_tile(key, broadcast_scalar(high, shape![R, C]));
+        let vector: Tile<i32, { [R, C] }> = vectors_of_keys::<R, C>(
+            table,
+            table_start,
+            key,
+            seen,
+            page_size,
+            kv_heads,
+            kv_head,
+            free,
+        );
+        let (scale, _t): (Tile<f32, { [R, C] }>, Token) = load_ptr_tko(
+            addresses(scales, vector),
+            ordering::Weak,
+            None::<scope::Device>,
+            Some(seen),
+            None,
+            Some(free),
+            Latency::<0>,
+        );
+        let nothing: Tile<f32, { [R, C] }> = constant(0.0f32, shape![R, C]);
+        select(seen, scale, nothing)
+    }
+
+    /// Queries as they meet the keys of an int8 cache: times the factors that the keys were divided by.
+    ///
+    /// # Safety
+    /// As for the entry points below.
+    unsafe fn unsmoothed<E: ElementType, const BQ: i32, const D: i32>(
+        q: Tile<E, { [BQ, D] }>,
+        factors: *mut f32,
+        kv_head: i32,
+        head_dim: i32,
+        free: Token,
+    ) -> Tile<E, { [BQ, D] }> {
+        let lane: Tile<i32, { [1, D] }> = column_numbers::<1, D>();
+        let inside: Tile<bool, { [1, D] }> =
+            lt_tile(lane, broadcast_scalar(head_dim, shape![1, D]));
+        let (factor, _t): (Tile<f32, { [1, D] }>, Token) = load_ptr_tko(
+            addresses(
+                factors,
+                lane + broadcast_scalar(kv_head * head_dim, shape![1, D]),
+            ),
+            ordering::Weak,
+            None::<scope::Device>,
+            Some(inside),
+            None,
+            Some(free),
+            Latency::<0>,
+        );
+        let nothing: Tile<f32, { [1, D] }> = constant(0.0f32, shape![1, D]);
+        let factor: Tile<f32, { [1, D] }> = select(inside, factor, nothing);
+        let q: Tile<f32, { [BQ, D] }> = convert_tile(q);
+        let q: Tile<E, { [BQ, D] }> = convert_tile(q * factor.broadcast(shape![BQ, D]));
+        q
     }
 
     /// Zeros.
@@ -139,6 +270,7 @@ pub mod attention {
         const D: i32,
         const PAGE: i32,
         const LATENCY: i32,
+        const INT8: i32,
         const FUSE: i32,
     >(
         out: *mut E,
@@ -149,6 +281,11 @@ pub mod attention {
         queries: *mut E,
         keys: *mut E,
         values: *mut E,
+        key_bytes: *mut i8,
+        key_scales: *mut f32,
+        value_bytes: *mut i8,
+        value_scales: *mut f32,
+        factors: *mut f32,
         tables: *mut i32,
         groups: *mut i32,
         table_width: i32,
@@ -195,7 +332,10 @@ pub mod attention {
                 & lt_tile(lane, broadcast_scalar(head_dim, shape![BQ, D]));
         let offsets: Tile<i32, { [BQ, D] }> =
             vector * broadcast_scalar(head_dim, shape![BQ, D]) + lane;
-        let q: Tile<E, { [BQ, D] }> = load_queries::<E, BQ, D>(free, queries, offsets, live);
+        let mut q: Tile<E, { [BQ, D] }> = load_queries::<E, BQ, D>(free, queries, offsets, live);
+        if INT8 == 1 {
+            q = unsmoothed::<E, BQ, D>(q, factors, kv_head, head_dim, free);
+        }
         let q: Tile<E, { [D, BQ] }> = q.transpose();
 
         // What each query sees.
@@ -236,8 +376,9 @@ pub mod attention {
             let mut l: Tile<f32, { [64, BQ] }> = constant(0.0f32, shape![64, BQ]);
             let mut o: Tile<f32, { [D, BQ] }> = constant(0.0f32, shape![D, BQ]);
             for p in first..last {
-                let k: Tile<E, { [64, D] }> = load_page::<E, D, PAGE, LATENCY>(
+                let k: Tile<E, { [64, D] }> = load_page::<E, D, PAGE, LATENCY, INT8>(
                     keys,
+                    key_bytes,
                     tables,
                     table_start,
                     p * 64,
@@ -250,8 +391,9 @@ pub mod attention {
                     head_dim,
                     free,
                 );
-                let v: Tile<E, { [64, D] }> = load_page::<E, D, PAGE, LATENCY>(
+                let v: Tile<E, { [64, D] }> = load_page::<E, D, PAGE, LATENCY, INT8>(
                     values,
+                    value_bytes,
                     tables,
                     table_start,
                     p * 64,
@@ -265,7 +407,37 @@ pub mod attention {
                     free,
                 );
                 let empty: Tile<f32, { [64, BQ] }> = constant(0.0f32, shape![64, BQ]);
-                let s: Tile<f32, { [64, BQ] }> = mma(k, q, empty);
+                let mut s: Tile<f32, { [64, BQ] }> = mma(k, q, empty);
+                let mut v_scale: Tile<f32, { [64, 1] }> = constant(1.0f32, shape![64, 1]);
+                if INT8 == 1 {
+                    let at: Tile<i32, { [64, 1] }> =
+                        row_numbers::<64, 1>() + broadcast_scalar(p * 64, shape![64, 1]);
+                    let k_scale: Tile<f32, { [64, 1] }> = load_scales::<64, 1>(
+                        key_scales,
+                        tables,
+                        table_start,
+                        at,
+                        low,
+                        high,
+                        page_size,
+                        kv_heads,
+                        kv_head,
+                        free,
+                    );
+                    v_scale = load_scales::<64, 1>(
+                        value_scales,
+                        tables,
+                        table_start,
+                        at,
+                        low,
+                        high,
+                        page_size,
+                        kv_heads,
+                        kv_head,
+                        free,
+                    );
+                    s = s * k_scale.broadcast(shape![64, BQ]);
+                }
                 let key: Tile<i32, { [64, BQ] }> =
                     broadcast_scalar(p * 64, shape![64, BQ]) + number;
                 let seen: Tile<bool, { [64, BQ] }> = ge_tile(key, lows) & lt_tile(key, highs);
@@ -275,10 +447,14 @@ pub mod attention {
                 let old: Tile<f32, { [1, BQ] }> = exp2(m - top, ftz::Disabled);
                 let e: Tile<f32, { [64, BQ] }> =
                     exp2(s - top.broadcast(shape![64, BQ]), ftz::Disabled);
-                let e: Tile<E, { [64, BQ] }> = convert_tile(e);
-                l = mma(ones, e, l * old.broadcast(shape![64, BQ]));
+                let weight: Tile<E, { [64, BQ] }> = convert_tile(e);
+                l = mma(ones, weight, l * old.broadcast(shape![64, BQ]));
+                let mut weight: Tile<E, { [64, BQ] }> = weight;
+                if INT8 == 1 {
+                    weight = convert_tile(e * v_scale.broadcast(shape![64, BQ]));
+                }
                 let v: Tile<E, { [D, 64] }> = v.transpose();
-                o = mma(v, e, o * old.broadcast(shape![D, BQ]));
+                o = mma(v, weight, o * old.broadcast(shape![D, BQ]));
                 m = top;
             }
             let total: Tile<f32, { [BQ] }> = reduce_max(l, 0);
@@ -517,11 +693,17 @@ pub mod attention {
         const D: i32,
         const PAGE: i32,
         const LATENCY: i32,
+        const INT8: i32,
     >(
         out: *mut E,
         queries: *mut E,
         keys: *mut E,
         values: *mut E,
+        key_bytes: *mut i8,
+        key_scales: *mut f32,
+        value_bytes: *mut i8,
+        value_scales: *mut f32,
+        factors: *mut f32,
         tables: *mut i32,
         groups: *mut i32,
         table_width: i32,
@@ -566,7 +748,10 @@ pub mod attention {
                 & lt_tile(lane, broadcast_scalar(head_dim, shape![BQ, D]));
         let offsets: Tile<i32, { [BQ, D] }> =
             vector * broadcast_scalar(head_dim, shape![BQ, D]) + lane;
-        let q: Tile<E, { [BQ, D] }> = load_queries::<E, BQ, D>(free, queries, offsets, live);
+        let mut q: Tile<E, { [BQ, D] }> = load_queries::<E, BQ, D>(free, queries, offsets, live);
+        if INT8 == 1 {
+            q = unsmoothed::<E, BQ, D>(q, factors, kv_head, head_dim, free);
+        }
 
         // What each query sees.
         let member: Tile<i32, { [BQ, 64] }> = row_numbers::<BQ, 64>();
@@ -595,8 +780,9 @@ pub mod attention {
             let mut l: Tile<f32, { [BQ, 16] }> = constant(0.0f32, shape![BQ, 16]);
             let mut o: Tile<f32, { [BQ, D] }> = constant(0.0f32, shape![BQ, D]);
             for p in first..last {
-                let k: Tile<E, { [64, D] }> = load_page::<E, D, PAGE, LATENCY>(
+                let k: Tile<E, { [64, D] }> = load_page::<E, D, PAGE, LATENCY, INT8>(
                     keys,
+                    key_bytes,
                     tables,
                     table_start,
                     p * 64,
@@ -609,8 +795,9 @@ pub mod attention {
                     head_dim,
                     free,
                 );
-                let v: Tile<E, { [64, D] }> = load_page::<E, D, PAGE, LATENCY>(
+                let v: Tile<E, { [64, D] }> = load_page::<E, D, PAGE, LATENCY, INT8>(
                     values,
+                    value_bytes,
                     tables,
                     table_start,
                     p * 64,
@@ -625,7 +812,37 @@ pub mod attention {
                 );
                 let k: Tile<E, { [D, 64] }> = k.transpose();
                 let empty: Tile<f32, { [BQ, 64] }> = constant(0.0f32, shape![BQ, 64]);
-                let s: Tile<f32, { [BQ, 64] }> = mma(q, k, empty);
+                let mut s: Tile<f32, { [BQ, 64] }> = mma(q, k, empty);
+                let mut v_scale: Tile<f32, { [1, 64] }> = constant(1.0f32, shape![1, 64]);
+                if INT8 == 1 {
+                    let at: Tile<i32, { [1, 64] }> =
+                        column_numbers::<1, 64>() + broadcast_scalar(p * 64, shape![1, 64]);
+                    let k_scale: Tile<f32, { [1, 64] }> = load_scales::<1, 64>(
+                        key_scales,
+                        tables,
+                        table_start,
+                        at,
+                        low,
+                        high,
+                        page_size,
+                        kv_heads,
+                        kv_head,
+                        free,
+                    );
+                    v_scale = load_scales::<1, 64>(
+                        value_scales,
+                        tables,
+                        table_start,
+                        at,
+                        low,
+                        high,
+                        page_size,
+                        kv_heads,
+                        kv_head,
+                        free,
+                    );
+                    s = s * k_scale.broadcast(shape![BQ, 64]);
+                }
                 let key: Tile<i32, { [BQ, 64] }> =
                     broadcast_scalar(p * 64, shape![BQ, 64]) + number;
                 let seen: Tile<bool, { [BQ, 64] }> = ge_tile(key, lows) & lt_tile(key, highs);
@@ -635,9 +852,12 @@ pub mod attention {
                 let old: Tile<f32, { [BQ, 1] }> = exp2(m - top, ftz::Disabled);
                 let e: Tile<f32, { [BQ, 64] }> =
                     exp2(s - top.broadcast(shape![BQ, 64]), ftz::Disabled);
-                let e: Tile<E, { [BQ, 64] }> = convert_tile(e);
-                l = mma(e, ones, l * old.broadcast(shape![BQ, 16]));
-                o = mma(e, v, o * old.broadcast(shape![BQ, D]));
+                let mut weight: Tile<E, { [BQ, 64] }> = convert_tile(e);
+                l = mma(weight, ones, l * old.broadcast(shape![BQ, 16]));
+                if INT8 == 1 {
+                    weight = convert_tile(e * v_scale.broadcast(shape![BQ, 64]));
+                }
+                o = mma(weight, v, o * old.broadcast(shape![BQ, D]));
                 m = top;
             }
             let total: Tile<f32, { [BQ] }> = reduce_max(l, 1);

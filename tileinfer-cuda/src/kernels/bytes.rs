@@ -34,14 +34,14 @@ pub mod bytes {
         let largest: Tile<f32, { [R, 1] }> = bitcast(top);
         let largest: Tile<f32, { [R, 1] }> = select(usual, largest, one);
         let levels: Tile<f32, { [R, 1] }> = true_div(most, largest);
-        let nan: Tile<f32, { [R, 1] }> = constant(f32::NAN, shape![R, 1]);
+        let nan: Tile<i32, { [R, 1] }> = constant(0x7fc0_0000i32, shape![R, 1]);
+        let nan: Tile<f32, { [R, 1] }> = bitcast(nan);
         let scale: Tile<f32, { [R, 1] }> =
             select(usual, true_div(largest, most), select(finite, one, nan));
 
         // Adding and taking away 1.5 * 2^23 rounds to the nearest integer, ties to even.
         let magic: Tile<f32, { [R, W] }> = constant(12582912.0f32, shape![R, W]);
-        let nearest: Tile<f32, { [R, W] }> =
-            (x * levels.broadcast(shape![R, W]) + magic) - magic;
+        let nearest: Tile<f32, { [R, W] }> = (x * levels.broadcast(shape![R, W]) + magic) - magic;
         let nothing: Tile<f32, { [R, W] }> = constant(0.0f32, shape![R, W]);
         let nearest: Tile<f32, { [R, W] }> =
             select(usual.broadcast(shape![R, W]), nearest, nothing);
@@ -52,8 +52,8 @@ pub mod bytes {
         let shift: Tile<i32, { [R, W] }> = constant(128i32, shape![R, W]);
         let high: Tile<i32, { [R, W] }> = (v + half) / by - shift;
         let low: Tile<i32, { [R, W] }> = v - high * by;
-        let high: Tile<i8, { [R, W] }> = trunci(high, overflow::None);
-        let low: Tile<i8, { [R, W] }> = trunci(low, overflow::None);
+        let high: Tile<i8, { [R, W] }> = trunci(high, overflow::NoSignedWrap);
+        let low: Tile<i8, { [R, W] }> = trunci(low, overflow::NoSignedWrap);
         let high: Tile<i8, { [1, R, W] }> = high.reshape(shape![1, R, W]);
         let low: Tile<i8, { [1, R, W] }> = low.reshape(shape![1, R, W]);
         let view: Tensor<i8, { [-1, -1, -1] }> = page_pool(out, 2i32, rows, width, free);
@@ -74,5 +74,57 @@ pub mod bytes {
         let low: Tile<f32, { [R, C] }> = convert_tile(low);
         let by: Tile<f32, { [R, C] }> = constant(254.0f32, shape![R, C]);
         fma(high, by, low, rounding::NearestEven, ftz::Disabled)
+    }
+
+    /// Bytes as numbers, exactly.
+    pub fn widened<E: ElementType, const R: i32, const C: i32>(
+        bytes: Tile<i8, { [R, C] }>,
+    ) -> Tile<E, { [R, C] }> {
+        // Added to the bits of 1.5 * 2^23 an integer is added to the number: quicker than a conversion.
+        let wide: Tile<i32, { [R, C] }> = exti(bytes);
+        let bits: Tile<i32, { [R, C] }> = wide + constant(0x4b40_0000i32, shape![R, C]);
+        let shifted: Tile<f32, { [R, C] }> = bitcast(bits);
+        let magic: Tile<f32, { [R, C] }> = constant(12582912.0f32, shape![R, C]);
+        let values: Tile<E, { [R, C] }> = convert_tile(shifted - magic);
+        values
+    }
+
+    /// The scales of vectors in two halves `a` and `b`, one vector a row.
+    pub fn vector_scales<const R: i32, const C: i32>(
+        a: Tile<f32, { [R, C] }>,
+        b: Tile<f32, { [R, C] }>,
+    ) -> Tile<f32, { [R, 1] }> {
+        let sign: Tile<i32, { [R, C] }> = constant(0x7fff_ffffi32, shape![R, C]);
+        let a: Tile<i32, { [R, C] }> = bitcast(a);
+        let b: Tile<i32, { [R, C] }> = bitcast(b);
+        let top: Tile<i32, { [R] }> = reduce_max(max_tile(a & sign, b & sign), 1);
+        let top: Tile<i32, { [R, 1] }> = top.reshape(shape![R, 1]);
+        let infinite: Tile<i32, { [R, 1] }> = constant(0x7f80_0000i32, shape![R, 1]);
+        let zero: Tile<i32, { [R, 1] }> = constant(0i32, shape![R, 1]);
+        let one: Tile<f32, { [R, 1] }> = constant(1.0f32, shape![R, 1]);
+        let levels: Tile<f32, { [R, 1] }> = constant(127.0f32, shape![R, 1]);
+        let nan: Tile<i32, { [R, 1] }> = constant(0x7fc0_0000i32, shape![R, 1]);
+        let nan: Tile<f32, { [R, 1] }> = bitcast(nan);
+        let largest: Tile<f32, { [R, 1] }> = bitcast(top);
+        let scale: Tile<f32, { [R, 1] }> =
+            select(gt_tile(top, zero), true_div(largest, levels), one);
+        select(lt_tile(top, infinite), scale, nan)
+    }
+
+    /// Values of vectors as integers under their scales; 0 where the scale is no number.
+    pub fn rounded<const R: i32, const C: i32>(
+        x: Tile<f32, { [R, C] }>,
+        scale: Tile<f32, { [R, 1] }>,
+    ) -> Tile<i8, { [R, C] }> {
+        let magic: Tile<f32, { [R, C] }> = constant(12582912.0f32, shape![R, C]);
+        let most: Tile<f32, { [R, C] }> = constant(127.0f32, shape![R, C]);
+        let least: Tile<f32, { [R, C] }> = constant(-127.0f32, shape![R, C]);
+        let nothing: Tile<f32, { [R, C] }> = constant(0.0f32, shape![R, C]);
+        let live: Tile<bool, { [R, 1] }> = eq_tile(scale, scale);
+        let x: Tile<f32, { [R, C] }> = true_div(x, scale.broadcast(shape![R, C]));
+        let x: Tile<f32, { [R, C] }> = select(live.broadcast(shape![R, C]), x, nothing);
+        let x: Tile<f32, { [R, C] }> = (max_tile(min_tile(x, most), least) + magic) - magic;
+        let x: Tile<i32, { [R, C] }> = convert_tile(x);
+        trunci(x, overflow::NoSignedWrap)
     }
 }

@@ -16,23 +16,6 @@ pub mod linear {
     use super::super::views::views::*;
     use cutile::core::*;
 
-    /// The bias of weight rows that a block holds, one a column.
-    ///
-    /// # Safety
-    /// As for the entry points below.
-    unsafe fn load_bias<E: ElementType, const BN: i32, const HALVES: i32, const WIDTH: i32>(
-        bias: *mut E,
-        width: i32,
-        block: i32,
-        free: Token,
-    ) -> Tile<f32, { [1, BN] }> {
-        let view: Tensor<E, { [-1, -1] }> = matrix(bias, HALVES, width, width, free);
-        let part: Partition<E, { [HALVES, WIDTH] }> = view.partition(shape![HALVES, WIDTH]);
-        let bias: Tile<E, { [HALVES, WIDTH] }> = part.load([0i32, block]);
-        let bias: Tile<f32, { [HALVES, WIDTH] }> = convert_tile(bias);
-        bias.reshape(shape![1, BN])
-    }
-
     /// Up to a few hundred rows: the weight stands on the left, so that its rows fill the tensor core's 64.
     /// Each block reduces one split; the last to finish a tile adds up its splits.
     /// Grid: (rows / BT, outputs / WIDTH, splits). `partials` holds every tile of every split, `tickets`
@@ -153,15 +136,14 @@ pub mod linear {
         if mine == 1 {
             if has_bias == 1 {
                 let b: Tile<f32, { [1, BN] }> =
-                    load_bias::<E, BN, HALVES, WIDTH>(bias, width, pid.1, free);
+                    row_vector::<E, BN, HALVES, WIDTH>(bias, width, pid.1, free);
                 let b: Tile<f32, { [BN, 1] }> = b.reshape(shape![BN, 1]);
                 acc = acc + b.broadcast(shape![BN, BT]);
             }
             let y_view: Tensor<O, { [-1, -1] }> = matrix(y, t, width, width, free);
             let mut y_part: PartitionMut<O, { [BT, WIDTH] }> =
                 y_view.partition_full_mut(shape![BT, WIDTH]);
-            let out: Tile<f32, { [HALVES, WIDTH, BT] }> =
-                acc.reshape(shape![HALVES, WIDTH, BT]);
+            let out: Tile<f32, { [HALVES, WIDTH, BT] }> = acc.reshape(shape![HALVES, WIDTH, BT]);
             let first: Tile<i32, { [] }> = scalar_to_tile(0i32);
             let mut value: Tile<f32, { [1, WIDTH, BT] }> = extract(out, [first, first, first]);
             if ACT == 1 {
@@ -245,7 +227,7 @@ pub mod linear {
         }
         if has_bias == 1 {
             let b: Tile<f32, { [1, BN] }> =
-                load_bias::<E, BN, HALVES, WIDTH>(bias, width, pid.1, free);
+                row_vector::<E, BN, HALVES, WIDTH>(bias, width, pid.1, free);
             sum = sum + b.broadcast(shape![BT, BN]);
         }
         let y_view: Tensor<O, { [-1, -1] }> = matrix(y, t, width, width, free);

@@ -8,7 +8,6 @@
 pub mod linear_int8 {
     use super::super::activation::activation::*;
     use super::super::bytes::bytes::*;
-    use super::super::linear::linear::*;
     use super::super::views::views::*;
     use cutile::core::*;
 
@@ -85,8 +84,7 @@ pub mod linear_int8 {
             let a: Tile<i8, { [HALVES, WIDTH, BK] }> =
                 w_part.load_pipelined::<LATENCY>([0i32, pid.1, i]);
             let a: Tile<i8, { [BN, BK] }> = a.reshape(shape![BN, BK]);
-            let b: Tile<i8, { [2, BT, BK] }> =
-                x_part.load_pipelined::<LATENCY>([0i32, pid.0, i]);
+            let b: Tile<i8, { [2, BT, BK] }> = x_part.load_pipelined::<LATENCY>([0i32, pid.0, i]);
             let b: Tile<i8, { [BT2, BK] }> = b.reshape(shape![BT2, BK]);
             let b: Tile<i8, { [BK, BT2] }> = b.transpose();
             acc = mma(a, b, acc);
@@ -96,8 +94,7 @@ pub mod linear_int8 {
         if splits > 1 {
             let tile: i32 = pid.1 * grid.0 + pid.0;
             let slots: i32 = grid.0 * grid.1 * splits;
-            let p_view: Tensor<i32, { [-1, -1] }> =
-                matrix(partials, slots * BN, BT2, BT2, free);
+            let p_view: Tensor<i32, { [-1, -1] }> = matrix(partials, slots * BN, BT2, BT2, free);
             let mut p_part: PartitionMut<i32, { [BN, BT2] }> =
                 p_view.partition_full_mut(shape![BN, BT2]);
             store_view_tko_mut(
@@ -163,7 +160,7 @@ pub mod linear_int8 {
             let sum: Tile<f32, { [BN, BT] }> =
                 joined::<BN, BT>(high.reshape(shape![BN, BT]), low.reshape(shape![BN, BT]));
             let s: Tile<f32, { [1, BN] }> =
-                load_bias::<f32, BN, HALVES, WIDTH>(w_scales, width, pid.1, free);
+                row_vector::<f32, BN, HALVES, WIDTH>(w_scales, width, pid.1, free);
             let s: Tile<f32, { [BN, 1] }> = s.reshape(shape![BN, 1]);
             let t_view: Tensor<f32, { [-1, -1] }> = matrix(x_scales, 1, t, t, free);
             let t_part: Partition<f32, { [1, BT] }> = t_view.partition(shape![1, BT]);
@@ -173,12 +170,11 @@ pub mod linear_int8 {
             let mut value: Tile<f32, { [BN, BT] }> = sum * scale;
             if has_bias == 1 {
                 let b: Tile<f32, { [1, BN] }> =
-                    load_bias::<E, BN, HALVES, WIDTH>(bias, width, pid.1, free);
+                    row_vector::<E, BN, HALVES, WIDTH>(bias, width, pid.1, free);
                 let b: Tile<f32, { [BN, 1] }> = b.reshape(shape![BN, 1]);
                 value = value + b.broadcast(shape![BN, BT]);
             }
-            let out: Tile<f32, { [HALVES, WIDTH, BT] }> =
-                value.reshape(shape![HALVES, WIDTH, BT]);
+            let out: Tile<f32, { [HALVES, WIDTH, BT] }> = value.reshape(shape![HALVES, WIDTH, BT]);
             let mut value: Tile<f32, { [1, WIDTH, BT] }> = extract(out, [zero, zero, zero]);
             if ACT == 1 {
                 let up: Tile<f32, { [1, WIDTH, BT] }> = extract(out, [next, zero, zero]);
@@ -236,8 +232,7 @@ pub mod linear_int8 {
         let x_part: Partition<i8, { [2, BT, BK] }> = x_view.partition(shape![2, BT, BK]);
         let mut acc: Tile<i32, { [BT2, BN] }> = constant(0i32, shape![BT2, BN]);
         for i in 0i32..ceil_div(depth, BK) {
-            let a: Tile<i8, { [2, BT, BK] }> =
-                x_part.load_pipelined::<LATENCY>([0i32, pid.0, i]);
+            let a: Tile<i8, { [2, BT, BK] }> = x_part.load_pipelined::<LATENCY>([0i32, pid.0, i]);
             let a: Tile<i8, { [BT2, BK] }> = a.reshape(shape![BT2, BK]);
             let b: Tile<i8, { [HALVES, WIDTH, BK] }> =
                 w_part.load_pipelined::<LATENCY>([0i32, pid.1, i]);
@@ -253,7 +248,7 @@ pub mod linear_int8 {
         let sum: Tile<f32, { [BT, BN] }> =
             joined::<BT, BN>(high.reshape(shape![BT, BN]), low.reshape(shape![BT, BN]));
         let s: Tile<f32, { [1, BN] }> =
-            load_bias::<f32, BN, HALVES, WIDTH>(w_scales, width, pid.1, free);
+            row_vector::<f32, BN, HALVES, WIDTH>(w_scales, width, pid.1, free);
         let t_view: Tensor<f32, { [-1, -1] }> = matrix(x_scales, 1, t, t, free);
         let t_part: Partition<f32, { [1, BT] }> = t_view.partition(shape![1, BT]);
         let scale: Tile<f32, { [1, BT] }> = t_part.load([0i32, pid.0]);
@@ -263,7 +258,7 @@ pub mod linear_int8 {
         let mut value: Tile<f32, { [BT, BN] }> = sum * scale;
         if has_bias == 1 {
             let b: Tile<f32, { [1, BN] }> =
-                load_bias::<E, BN, HALVES, WIDTH>(bias, width, pid.1, free);
+                row_vector::<E, BN, HALVES, WIDTH>(bias, width, pid.1, free);
             value = value + b.broadcast(shape![BT, BN]);
         }
         let out: Tile<f32, { [BT, HALVES, WIDTH] }> = value.reshape(shape![BT, HALVES, WIDTH]);
