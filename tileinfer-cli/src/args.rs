@@ -90,7 +90,8 @@ Only config.json and the headers of the weights are read, on the hub with a few 
     /// Log probabilities of given tokens, or the perplexity of a text
     #[command(after_help = "Examples:
   tileinfer eval Qwen/Qwen3-0.6B --text book.txt
-  tileinfer eval DIR --ids ids.json --top 5 --json")]
+  tileinfer eval DIR --ids ids.json --top 5 --json
+  tileinfer eval DIR --text book.txt --quant int8 --kv-cache-dtype int8 --compare bf16")]
     Eval(EvalArgs),
     /// Measure prefill and decode against what the machine can do
     #[command(after_help = "Examples:
@@ -161,6 +162,28 @@ pub(crate) struct PlaceArgs {
     /// The longest context (default: the model's maximum, lowered to what fits in memory)
     #[arg(long, short = 'c', value_name = "TOKENS", value_parser = at_least_one())]
     pub(crate) ctx_size: Option<usize>,
+    /// Round the linear weights and the head to int8 while loading
+    #[arg(long, value_enum)]
+    pub(crate) quant: Option<QuantArg>,
+    /// Type of the cache: auto is that of the activations, int8 half the bytes
+    #[arg(long, default_value = "auto", value_enum)]
+    pub(crate) kv_cache_dtype: KvCacheArg,
+    /// Divide the keys of an int8 cache by the factors in FILE, or by nothing (default: measured at load)
+    #[arg(long, value_name = "FILE|none")]
+    pub(crate) kv_smoothing: Option<PathBuf>,
+}
+
+/// What `--quant` can say.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum QuantArg {
+    Int8,
+}
+
+/// What `--kv-cache-dtype` can say.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum KvCacheArg {
+    Auto,
+    Int8,
 }
 
 /// No count of tokens, threads or sequences is larger; so sums of some of them cannot overflow.

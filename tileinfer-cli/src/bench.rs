@@ -199,11 +199,9 @@ fn report(
         } else {
             embedding
         };
-    let share = read as f64 / config.parameter_count().max(1) as f64;
-    let weight_bytes = (opened.weights_bytes as f64 * share) as u64;
     let kv_bytes = (limits.layers * limits.kv.position_bytes()) as u64;
     let context = (depth + args.gen_tokens / 2) as u64;
-    let step_bytes = weight_bytes + args.batch as u64 * context * kv_bytes;
+    let step_bytes = opened.step_bytes + args.batch as u64 * context * kv_bytes;
     let gb_s = step_bytes as f64 / step_seconds / 1e9;
 
     // Twice the weights of the layers for each token, attention over half the prompt on average, and the head

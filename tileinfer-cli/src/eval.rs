@@ -7,7 +7,7 @@ use serde_json::json;
 use tileinfer::eval;
 use tileinfer::tokenizer::Tokenizer;
 
-use crate::args::{DtypeArg, EvalArgs, PlaceArgs};
+use crate::args::{DtypeArg, EvalArgs, KvCacheArg, PlaceArgs};
 use crate::files;
 use crate::models;
 use crate::open::{self, Opened, Purpose};
@@ -43,8 +43,12 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
                     "bf16" => (dir.clone(), DtypeArg::Bf16),
                     other => (models::dir(other, None, hub)?, args.model.place.dtype),
                 };
+                // The baseline is as exact as it can be.
                 let place = PlaceArgs {
                     dtype,
+                    quant: None,
+                    kv_cache_dtype: KvCacheArg::Auto,
+                    kv_smoothing: None,
                     ..args.model.place.clone()
                 };
                 open::open(&dir, &place, purpose, &voice)

@@ -7,13 +7,17 @@ use anyhow::{Result, bail};
 use tileinfer::backend::{Backend, ComputeType, Profile, Profiled, ReferenceBackend};
 use tileinfer::config::ModelConfig;
 use tileinfer::engine::StepLoop;
-use tileinfer::model::{DecoderLM, LoadOptions};
+use tileinfer::kv::{KeySmoothing, KvElement};
+use tileinfer::model::{
+    CALIBRATION_TEXT, CALIBRATION_TOKENS, DecoderLM, LoadOptions, Quant, calibrate,
+};
 use tileinfer::plan::MemoryPlan;
 use tileinfer::runner::{ModelRunner, Runner, RunnerOptions};
+use tileinfer::tokenizer::Tokenizer;
 use tileinfer::weights::{Checkpoint, Dtype, HostModel};
 use tileinfer_cpu::CpuBackend;
 
-use crate::args::{DeviceArg, DtypeArg, PlaceArgs};
+use crate::args::{DeviceArg, DtypeArg, KvCacheArg, PlaceArgs, QuantArg};
 #[cfg(feature = "cuda")]
 use crate::gpu::{self, Gpu};
 use crate::memory::{self, readable};
@@ -105,9 +109,14 @@ impl Device {
         &self,
         config: &ModelConfig,
         weights_bytes: u64,
-        compute: ComputeType,
+        place: &PlaceArgs,
         sequences: usize,
     ) -> MemoryPlan {
+        let compute = compute_type(place.dtype);
+        let element = match place.kv_cache_dtype {
+            KvCacheArg::Auto => KvElement::Compute(compute),
+            KvCacheArg::Int8 => KvElement::Int8,
+        };
         let activation_bytes = match self {
             // Kept in f32 words, whatever they are rounded to.
             Device::Cpu | Device::Reference => 4,
@@ -117,7 +126,7 @@ impl Device {
         MemoryPlan::new(
             config,
             weights_bytes,
-            compute,
+            element,
             activation_bytes,
             self.rows(),
             sequences,
@@ -152,6 +161,8 @@ pub(crate) struct Opened {
     pub(crate) config: ModelConfig,
     pub(crate) steps: StepLoop,
     pub(crate) weights_bytes: u64,
+    /// Bytes of the weights that every step reads.
+    pub(crate) step_bytes: u64,
     pub(crate) load_seconds: f64,
     pub(crate) threads: usize,
     pub(crate) device: Device,
@@ -172,9 +183,14 @@ pub(crate) fn open(
     let checkpoint = Checkpoint::open(dir)?;
     let compute = compute_type(place.dtype);
     let bar = voice.bar("reading the weights", 1);
-    let host = HostModel::load(&config, &checkpoint, compute)?;
+    // What becomes int8 does so from what is stored, matrix by matrix: nothing is rounded to bf16 before.
+    let keep = match quant(place) {
+        Quant::Int8 => ComputeType::F32,
+        Quant::None => compute,
+    };
+    let host = HostModel::load(&config, &checkpoint, keep)?;
     bar.finish_and_clear();
-    if compute == ComputeType::Bf16 {
+    if keep == ComputeType::Bf16 {
         let stored = checkpoint
             .names()
             .filter_map(|name| checkpoint.tensor(name))
@@ -188,8 +204,20 @@ pub(crate) fn open(
             ));
         }
     }
+    // The text that keys are measured on, where that is needed.
+    let calibration = || {
+        let tokenizer = Tokenizer::from_dir(dir)?;
+        Ok(tokenizer.encode_prompt(CALIBRATION_TEXT)?)
+    };
     let mut opened = place_model(
-        config, &host, compute, device, place, purpose, available, voice,
+        config,
+        &host,
+        device,
+        place,
+        &calibration,
+        purpose,
+        available,
+        voice,
     )?;
     opened.load_seconds = start.elapsed().as_secs_f64();
     Ok(opened)
@@ -218,12 +246,17 @@ pub(crate) fn open_random(
     let bar = voice.bar("making random weights", 1);
     let host = HostModel::random(&config, 1);
     bar.finish_and_clear();
+    let vocabulary = config.vocab_size;
+    let calibration = || {
+        let ids = (0..CALIBRATION_TOKENS).map(|i| (i * 7919 % vocabulary) as u32);
+        Ok(ids.collect())
+    };
     let mut opened = place_model(
         config,
         &host,
-        compute_type(place.dtype),
         device,
         place,
+        &calibration,
         purpose,
         available,
         voice,
@@ -246,19 +279,36 @@ pub(crate) fn compute_type(dtype: DtypeArg) -> ComputeType {
     }
 }
 
+/// What `--quant` asks for.
+fn quant(place: &PlaceArgs) -> Quant {
+    match place.quant {
+        Some(QuantArg::Int8) => Quant::Int8,
+        None => Quant::None,
+    }
+}
+
+/// Whether matrices become int8, as [`HostModel::bytes_of`] wants to know.
+pub(crate) fn int8(place: &PlaceArgs) -> bool {
+    quant(place) == Quant::Int8
+}
+
+/// Token ids that keys are measured on.
+type Calibration<'a> = dyn Fn() -> Result<Vec<u32>> + 'a;
+
 fn place_model(
     config: ModelConfig,
     host: &HostModel,
-    compute: ComputeType,
     device: Device,
     place: &PlaceArgs,
+    calibration: &Calibration<'_>,
     purpose: Purpose<'_>,
     available: u64,
     voice: &Voice,
 ) -> Result<Opened> {
-    let threads = threads(place);
-    let weights_bytes = host.bytes();
-    let plan = device.memory_plan(&config, weights_bytes, compute, purpose.sequences);
+    let (threads, compute) = (threads(place), compute_type(place.dtype));
+    let weights_bytes = host.loaded_bytes(compute, int8(place));
+    let step_bytes = host.step_bytes(compute, int8(place));
+    let plan = device.memory_plan(&config, weights_bytes, place, purpose.sequences);
     let length = context_length(&config, &plan, place, purpose, available, voice)?;
     let per_sequence = length.div_ceil(tileinfer::kv::PAGE_SIZE);
     let options = RunnerOptions {
@@ -267,37 +317,30 @@ fn place_model(
         max_spans: purpose.sequences,
         ..RunnerOptions::for_length(length)
     };
+    let load = Load {
+        config: &config,
+        host,
+        place,
+        calibration,
+        options: &options,
+        max_length: length,
+        voice,
+    };
     let runner = match &device {
         Device::Cpu => {
             let backend = CpuBackend::new(compute, threads);
-            maybe_profiled(
-                backend,
-                purpose.profile,
-                &config,
-                host,
-                &options,
-                length,
-                voice,
-            )?
+            load.maybe_profiled(backend, purpose.profile)?
         }
         Device::Reference => {
             let backend = ReferenceBackend::new(compute);
-            maybe_profiled(
-                backend,
-                purpose.profile,
-                &config,
-                host,
-                &options,
-                length,
-                voice,
-            )?
+            load.maybe_profiled(backend, purpose.profile)?
         }
         #[cfg(feature = "cuda")]
         Device::Cuda(_) if purpose.profile.is_some() => bail!(
             "--profile times ops that have ended when they return, as on the CPU; for a GPU use NVIDIA's nsys"
         ),
         #[cfg(feature = "cuda")]
-        Device::Cuda(gpu) => runner(gpu.backend(compute), &config, host, &options, length, voice)?,
+        Device::Cuda(gpu) => load.runner(gpu.backend(compute))?,
     };
     let steps = StepLoop::new(runner);
     let running = format!(
@@ -312,49 +355,76 @@ fn place_model(
         config,
         steps,
         weights_bytes,
+        step_bytes,
         load_seconds: 0.0,
         threads,
         device,
     })
 }
 
-fn maybe_profiled<B: Backend>(
-    backend: B,
-    profile: Option<&Profile>,
-    config: &ModelConfig,
-    host: &HostModel,
-    options: &RunnerOptions,
+/// What is loaded, and how.
+struct Load<'a> {
+    config: &'a ModelConfig,
+    host: &'a HostModel,
+    place: &'a PlaceArgs,
+    calibration: &'a Calibration<'a>,
+    options: &'a RunnerOptions,
     max_length: usize,
-    voice: &Voice,
-) -> Result<Box<dyn Runner>> {
-    match profile {
-        Some(profile) => runner(
-            Profiled::new(backend, profile),
-            config,
-            host,
-            options,
-            max_length,
-            voice,
-        ),
-        None => runner(backend, config, host, options, max_length, voice),
-    }
+    voice: &'a Voice,
 }
 
-fn runner<B: Backend>(
-    backend: B,
-    config: &ModelConfig,
-    host: &HostModel,
-    options: &RunnerOptions,
-    max_length: usize,
-    voice: &Voice,
-) -> Result<Box<dyn Runner>> {
-    let bar = voice.bar("loading", config.layers.len() as u64);
-    let load = LoadOptions::new(max_length);
-    let model = DecoderLM::load(&backend, config, host, &load, &mut |done, _| {
-        bar.set_position(done as u64)
-    })?;
-    bar.finish_and_clear();
-    Ok(Box::new(ModelRunner::new(backend, model, options)?))
+impl Load<'_> {
+    fn maybe_profiled<B: Backend>(
+        &self,
+        backend: B,
+        profile: Option<&Profile>,
+    ) -> Result<Box<dyn Runner>> {
+        match profile {
+            Some(profile) => self.runner(Profiled::new(backend, profile)),
+            None => self.runner(backend),
+        }
+    }
+
+    fn runner<B: Backend>(&self, backend: B) -> Result<Box<dyn Runner>> {
+        let bar = self.voice.bar("loading", self.config.layers.len() as u64);
+        let load = LoadOptions {
+            quant: quant(self.place),
+            ..LoadOptions::new(self.max_length)
+        };
+        let on_layer = &mut |done, _| bar.set_position(done as u64);
+        let model = DecoderLM::load(&backend, self.config, self.host, &load, on_layer)?;
+        bar.finish_and_clear();
+        let options = RunnerOptions {
+            int8_cache: self.smoothing(&backend, &model)?,
+            ..self.options.clone()
+        };
+        Ok(Box::new(ModelRunner::new(backend, model, &options)?))
+    }
+
+    /// What the keys of an int8 cache are divided by; none: the cache is not int8.
+    fn smoothing<B: Backend>(
+        &self,
+        backend: &B,
+        model: &DecoderLM<B>,
+    ) -> Result<Option<KeySmoothing>> {
+        let file = self.place.kv_smoothing.as_deref();
+        match (self.place.kv_cache_dtype, file) {
+            (KvCacheArg::Auto, None) => Ok(None),
+            (KvCacheArg::Auto, Some(_)) => Err(crate::usage(
+                "--kv-smoothing is for an int8 cache: add --kv-cache-dtype int8",
+            )),
+            (KvCacheArg::Int8, Some(file)) if file == Path::new("none") => {
+                Ok(Some(KeySmoothing::none()))
+            }
+            (KvCacheArg::Int8, Some(file)) => Ok(Some(KeySmoothing::read(file)?)),
+            (KvCacheArg::Int8, None) => {
+                let bar = self.voice.bar("measuring keys", 1);
+                let smoothing = calibrate(backend, model, &(self.calibration)()?)?;
+                bar.finish_and_clear();
+                Ok(Some(smoothing))
+            }
+        }
+    }
 }
 
 /// The context that is asked for, needed, or as long as the model allows and memory holds.

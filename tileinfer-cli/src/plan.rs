@@ -26,8 +26,8 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
         );
     }
     let compute = open::compute_type(place.dtype);
-    let weights_bytes = HostModel::bytes_of(&tensors, compute);
-    let plan = device.memory_plan(&config, weights_bytes, compute, 1);
+    let weights_bytes = HostModel::bytes_of(&tensors, compute, open::int8(place));
+    let plan = device.memory_plan(&config, weights_bytes, place, 1);
     let available = device.available()?;
     let most = config.max_position_embeddings as u64;
     let room = plan.max_context(available);

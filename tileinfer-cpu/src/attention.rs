@@ -15,9 +15,9 @@
 use std::cell::RefCell;
 use std::ops::Range;
 
-use tileinfer::backend::{AttentionShape, ComputeType, KEY_BLOCK, Mask, StepLayout};
+use tileinfer::backend::{AttentionShape, KEY_BLOCK, Mask, StepLayout};
 
-use crate::cache::{Geometry, PART, Pages, UNIT};
+use crate::cache::{Geometry, Kept, PART, Pages, UNIT};
 use crate::math::exp;
 use crate::pool::Pool;
 use crate::simd::{Isa, Kernel, Level};
@@ -384,8 +384,18 @@ impl Scratch<'_> {
             for i in 0..n {
                 let (row, member) = ((first + i) / call.group, (first + i) % call.group);
                 let at = (tile.rows.start + row) * width + (head * call.group + member) * head_dim;
-                for (d, &q) in call.queries[at..at + head_dim].iter().enumerate() {
-                    to[d * n + i] = q;
+                let query = &call.queries[at..at + head_dim];
+                match call.pages.factors(head) {
+                    None => {
+                        for (d, &q) in query.iter().enumerate() {
+                            to[d * n + i] = q;
+                        }
+                    }
+                    Some(factors) => {
+                        for (d, (q, factor)) in query.iter().zip(factors).enumerate() {
+                            to[d * n + i] = q * factor;
+                        }
+                    }
                 }
             }
             first += n;
@@ -419,10 +429,9 @@ fn fold_block<I: Isa>(
     partial: &mut [f32],
 ) {
     match call.pages.geometry.kind {
-        ComputeType::Bf16 => {
-            fold_block_of::<I, Bf16>(isa, call, tile, head, block, scratch, partial)
-        }
-        ComputeType::F32 => fold_block_of::<I, F32>(isa, call, tile, head, block, scratch, partial),
+        Kept::Bf16 => fold_block_of::<I, Bf16>(isa, call, tile, head, block, scratch, partial),
+        Kept::F32 => fold_block_of::<I, F32>(isa, call, tile, head, block, scratch, partial),
+        Kept::Int8 => fold_block_of::<I, Int8>(isa, call, tile, head, block, scratch, partial),
     }
 }
 
@@ -448,6 +457,7 @@ fn fold_block_of<I: Isa, C: Cached>(
         places[u] = unit_place(call, tile, head, first_key, u, &keys, scratch);
     }
     let next_keys = next_keys(call, tile, head, block, &places);
+    let scales = C::SCALED.then(|| Scales::of(call, tile, head, first_key, &keys));
 
     let mut first = 0;
     while first < tile.queries {
@@ -465,6 +475,12 @@ fn fold_block_of<I: Isa, C: Cached>(
                 4 => scores_of::<I, C, 4>(isa, keys, q, head_dim, scale, scores),
                 _ => scores_of::<I, C, 8>(isa, keys, q, head_dim, scale, scores),
             }
+            if let Some(scales) = &scales {
+                let scales = &scales.keys[u * UNIT..(u + 1) * UNIT];
+                for scores in scores.chunks_mut(KEY_BLOCK) {
+                    times(isa, &mut scores[..UNIT], scales);
+                }
+            }
         }
         first += n;
     }
@@ -476,6 +492,10 @@ fn fold_block_of<I: Isa, C: Cached>(
         let to = visible.end.clamp(first_key, first_key + KEY_BLOCK) - first_key;
         let scores = &mut scratch.scores[q * KEY_BLOCK..(q + 1) * KEY_BLOCK];
         let (max, sum) = weights_of(isa, scores, &touched, from..to.max(from));
+        if let Some(scales) = &scales {
+            // From here on what a weight multiplies are integers.
+            times(isa, &mut scores[keys.clone()], &scales.values[keys.clone()]);
+        }
         max_sum.copy_from_slice(&[max, sum]);
     }
 
@@ -493,6 +513,49 @@ fn fold_block_of<I: Isa, C: Cached>(
             _ => values_of::<I, C, 8>(isa, &places, &next_keys, &keys, head_dim, weights, out),
         }
         first += n;
+    }
+}
+
+/// The scales of an int8 block's keys and values; 0 where no query of the tile sees them.
+struct Scales {
+    keys: [f32; KEY_BLOCK],
+    values: [f32; KEY_BLOCK],
+}
+
+impl Scales {
+    /// Of the positions `keys` of the block that begins at `first_key`.
+    fn of(
+        call: &Call<'_>,
+        tile: &Tile,
+        head: usize,
+        first_key: usize,
+        keys: &Range<usize>,
+    ) -> Self {
+        let geometry = call.pages.geometry;
+        let mut scales = Scales {
+            keys: [0.0; KEY_BLOCK],
+            values: [0.0; KEY_BLOCK],
+        };
+        let mut key = keys.start;
+        while key < keys.end {
+            let position = first_key + key;
+            let (page, offset) = call.step.place(tile.span, position, geometry.page_size);
+            let n = (geometry.page_size - offset).min(keys.end - key);
+            let at = geometry.scale(page, head, offset);
+            scales.keys[key..key + n].copy_from_slice(&call.pages.key_scales[at..at + n]);
+            scales.values[key..key + n].copy_from_slice(&call.pages.value_scales[at..at + n]);
+            key += n;
+        }
+        scales
+    }
+}
+
+/// `x[i] *= scales[i]`.
+#[inline(always)]
+fn times<I: Isa>(isa: I, x: &mut [f32], scales: &[f32]) {
+    for (at, part) in parts(isa, x.len()) {
+        let product = isa.mul(part.load(isa, &x[at..]), part.load(isa, &scales[at..]));
+        part.store(isa, &mut x[at..], product);
     }
 }
 
@@ -806,8 +869,8 @@ fn finish<I: Isa>(isa: I, call: &Call<'_>, tile: &Tile, head: usize, state: &[f3
                 let a = call.rounding.apply(isa, isa.div(isa.load(a), sum));
                 let b = call.rounding.apply(isa, isa.div(isa.load(b), sum));
                 match call.pages.geometry.kind {
-                    ComputeType::Bf16 => isa.store_interleaved(natural.as_mut_ptr(), a, b),
-                    ComputeType::F32 => {
+                    Kept::Bf16 => isa.store_interleaved(natural.as_mut_ptr(), a, b),
+                    Kept::F32 | Kept::Int8 => {
                         isa.store(natural.as_mut_ptr(), a);
                         isa.store(natural.as_mut_ptr().add(I::LANES), b);
                     }
@@ -821,6 +884,8 @@ fn finish<I: Isa>(isa: I, call: &Call<'_>, tile: &Tile, head: usize, state: &[f3
 /// How keys and values of a unit of 64 slots are read.
 trait Cached {
     const BYTES: usize;
+    /// Whether every key and every value has a scale besides.
+    const SCALED: bool = false;
     /// Dimensions `2 * pair` and `2 * pair + 1` of the keys from `slot` on.
     ///
     /// # Safety
@@ -864,5 +929,24 @@ impl Cached for F32 {
         let p = p.cast::<f32>();
         // SAFETY: the caller's promise.
         unsafe { (isa.load(p), isa.load(p.add(I::LANES))) }
+    }
+}
+
+struct Int8;
+impl Cached for Int8 {
+    const BYTES: usize = 1;
+    const SCALED: bool = true;
+    #[inline(always)]
+    unsafe fn keys<I: Isa>(isa: I, unit: *const u8, pair: usize, slot: usize) -> (I::V, I::V) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let p = unit.add(2 * pair * UNIT + slot);
+            (isa.load_i8(p), isa.load_i8(p.add(UNIT)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn values<I: Isa>(isa: I, p: *const u8) -> (I::V, I::V) {
+        // SAFETY: the caller's promise.
+        unsafe { (isa.load_i8(p), isa.load_i8(p.add(I::LANES))) }
     }
 }

@@ -14,8 +14,9 @@ use tileinfer::weights::{Weight, WeightData, WeightPart};
 use tileinfer::{Error, Result};
 
 use crate::attention::attention;
-use crate::cache::Pages;
+use crate::cache::{Kept, Pages, round_vector};
 use crate::elementwise::{Activate, Add, Heads, RmsNorm, Round, RowsOf, for_rows};
+use crate::linear::int8::{Int8Matrix, PackedInt8, linear_int8};
 use crate::linear::{self, Matrix, Packed, linear_packed};
 use crate::memory::Aligned;
 use crate::pool::Pool;
@@ -28,7 +29,7 @@ pub struct CpuBackend {
     compute: ComputeType,
     level: Level,
     pool: Arc<Pool>,
-    packed: Mutex<Packed>,
+    packed: Mutex<(Packed, PackedInt8)>,
 }
 
 /// An array `[rows, width]` in f32 words.
@@ -144,10 +145,35 @@ impl CpuTensor {
     }
 }
 
+/// The parts of a weight as a kernel takes them.
+enum Matrices<'a> {
+    Plain(Vec<Matrix<'a>>),
+    Int8(Vec<Int8Matrix<'a>>),
+}
+
 impl CpuWeight {
-    fn matrices(&self) -> Result<Vec<Matrix<'_>>> {
-        self.0.parts().iter().map(matrix).collect()
+    fn matrices(&self) -> Result<Matrices<'_>> {
+        let parts = self.0.parts().iter();
+        if self.0.has_int8() {
+            Ok(Matrices::Int8(
+                parts.map(int8_matrix).collect::<Result<_>>()?,
+            ))
+        } else {
+            Ok(Matrices::Plain(parts.map(matrix).collect::<Result<_>>()?))
+        }
     }
+}
+
+fn int8_matrix(part: &WeightPart) -> Result<Int8Matrix<'_>> {
+    part.data()
+        .int8()
+        .and_then(|(values, scales)| Int8Matrix::new(values, scales, part.cols()))
+        .ok_or_else(|| {
+            let (rows, cols) = (part.rows(), part.cols());
+            Error::Bug(format!(
+                "a part of {rows} x {cols} is not in int8, others of its weight are"
+            ))
+        })
 }
 
 fn matrix(part: &WeightPart) -> Result<Matrix<'_>> {
@@ -158,7 +184,7 @@ fn matrix(part: &WeightPart) -> Result<Matrix<'_>> {
         WeightData::OwnedBf16(values) => (bytes_of(values), linear::Element::Bf16),
         WeightData::OwnedF32(values) => (bytes_of(values), linear::Element::F32),
         WeightData::Int8 { .. } | WeightData::OwnedInt8 { .. } => {
-            return Err(Error::usage("int8 weights are not supported on the CPU"));
+            return Err(Error::Bug("an int8 part among others".to_owned()));
         }
     };
     Matrix::new(bytes, element, part.rows(), part.cols()).ok_or_else(|| {
@@ -253,10 +279,10 @@ impl Backend for CpuBackend {
     fn alloc_pages(
         &self,
         layout: &KvLayout,
-        _smoothing: Option<&[f32]>,
+        smoothing: Option<&[f32]>,
         pages: usize,
     ) -> Result<Pages> {
-        Pages::new(layout, pages)
+        Pages::new(layout, smoothing, pages)
     }
 
     fn copy_pages(&self, pages: &mut Pages, copies: &[(u32, u32)]) -> Result<()> {
@@ -399,19 +425,19 @@ impl Backend for CpuBackend {
             bias.expect(1, n)?;
         }
         let rounding = self.rounding(out.element);
-        let packed = &mut *self.packed.lock().unwrap_or_else(|e| e.into_inner());
-        let parts = weight.matrices()?;
-        packed.pack(self.level, &self.pool, x.all(), x.rows, k, &parts);
         let bias = bias.map(|bias| bias.row(0));
-        linear_packed(
-            self.level,
-            &self.pool,
-            out.all_mut(),
-            packed,
-            &parts,
-            bias,
-            rounding,
-        );
+        let (level, pool, rows) = (self.level, &self.pool, x.rows);
+        let (plain, int8) = &mut *self.packed.lock().unwrap_or_else(|e| e.into_inner());
+        match weight.matrices()? {
+            Matrices::Plain(parts) => {
+                plain.pack(level, pool, x.all(), rows, k, &parts);
+                linear_packed(level, pool, out.all_mut(), plain, &parts, bias, rounding);
+            }
+            Matrices::Int8(parts) => {
+                int8.pack(level, pool, x.all(), rows, k);
+                linear_int8(level, pool, out.all_mut(), int8, &parts, bias, rounding);
+            }
+        }
         Ok(())
     }
 
@@ -467,7 +493,7 @@ impl Backend for CpuBackend {
         let width = pages.geometry.kv_heads * pages.geometry.head_dim;
         rows.keys.expect(step.layout.rows(), width)?;
         rows.values.expect(step.layout.rows(), width)?;
-        let stores = Stores::new(pages, step)?;
+        let stores = Stores::new(self.level, pages, step)?;
         for_rows(&self.pool, step.layout.rows(), width, |range| {
             for row in range {
                 // SAFETY: each row is in one range.
@@ -585,7 +611,7 @@ impl Backend for CpuBackend {
             checked_positions(rope, step)?;
         }
         let rounding = self.rounding(Element::Model);
-        let stores = Stores::new(pages, step)?;
+        let stores = Stores::new(self.level, pages, step)?;
         let out = SharedMut::new(&mut queries.values);
         for_rows(&self.pool, rows, qkv.width, |range| {
             let mut keys = vec![0.0; kv_width];
@@ -640,14 +666,18 @@ fn checked_positions<'a>(rope: &RopeTable, step: &'a CpuStep) -> Result<&'a [u32
 
 /// The slots of a step's rows in a layer's pages.
 struct Stores<'a> {
+    level: Level,
     geometry: crate::cache::Geometry,
     keys: SharedMut<'a, u8>,
     values: SharedMut<'a, u8>,
+    key_scales: SharedMut<'a, f32>,
+    value_scales: SharedMut<'a, f32>,
+    factors: &'a [f32],
     slots: &'a [u32],
 }
 
 impl<'a> Stores<'a> {
-    fn new(pages: &'a mut Pages, step: &'a CpuStep) -> Result<Self> {
+    fn new(level: Level, pages: &'a mut Pages, step: &'a CpuStep) -> Result<Self> {
         let slots = &step.layout.slots[..];
         if slots.len() != step.layout.rows() {
             return Err(Error::Bug(format!(
@@ -656,15 +686,14 @@ impl<'a> Stores<'a> {
                 step.layout.rows()
             )));
         }
-        let Pages {
-            geometry,
-            keys,
-            values,
-        } = pages;
         Ok(Stores {
-            geometry: *geometry,
-            keys: SharedMut::new(keys),
-            values: SharedMut::new(values),
+            level,
+            geometry: pages.geometry,
+            keys: SharedMut::new(&mut pages.keys),
+            values: SharedMut::new(&mut pages.values),
+            key_scales: SharedMut::new(&mut pages.key_scales),
+            value_scales: SharedMut::new(&mut pages.value_scales),
+            factors: &pages.factors,
             slots,
         })
     }
@@ -680,16 +709,35 @@ impl<'a> Stores<'a> {
             keys,
             values,
             slots,
+            ..
         } = *self;
         let (page, offset) = (
             slots[row] as usize / geometry.page_size,
             slots[row] as usize % geometry.page_size,
         );
+        let int8 = geometry.kind == Kept::Int8;
+        let n = if int8 { geometry.head_dim } else { 0 };
+        let (mut divided, mut rounded) = (vec![0.0; n], vec![0; 2 * n]);
+        let (rounded_key, rounded_value) = rounded.split_at_mut(n);
         for head in 0..geometry.kv_heads {
             let dims = head * geometry.head_dim..(head + 1) * geometry.head_dim;
             let slot = geometry.slot(page, head, offset);
+            let (key, value) = (&key[dims.clone()], &value[dims.clone()]);
+            if !int8 {
+                // SAFETY: the caller's promise.
+                unsafe { geometry.write(keys, values, slot, key, value) };
+                continue;
+            }
+            let factors = (!self.factors.is_empty()).then(|| &self.factors[dims]);
+            let key_scale = round_vector(self.level, key, factors, &mut divided, rounded_key);
+            let value_scale = round_vector(self.level, value, None, &mut divided, rounded_value);
+            let at = geometry.scale(page, head, offset);
             // SAFETY: the caller's promise.
-            unsafe { geometry.write(keys, values, slot, &key[dims.clone()], &value[dims]) };
+            unsafe {
+                self.key_scales.range(at, 1)[0] = key_scale;
+                self.value_scales.range(at, 1)[0] = value_scale;
+                geometry.write_int8(keys, values, slot, rounded_key, rounded_value);
+            }
         }
     }
 }

@@ -358,7 +358,15 @@ impl Chunk<'_> {
             n = weights.end;
         }
         for row in 0..self.rows {
-            self.finish(isa, row);
+            let at = row * self.stride + self.first + self.range.start;
+            // SAFETY: this chunk alone writes columns `self.range` of the output rows.
+            let y = unsafe { self.out.range(at, self.range.len()) };
+            Finish {
+                y,
+                bias: self.bias,
+                rounding: self.rounding,
+            }
+            .run(isa);
         }
     }
 
@@ -461,25 +469,28 @@ impl Chunk<'_> {
             n += count;
         }
     }
+}
 
-    /// Adds the bias to the raw sums of an output row, and rounds them.
+/// Adds the bias to raw sums of an output row, and rounds them.
+struct Finish<'a> {
+    y: &'a mut [f32],
+    bias: Option<&'a [f32]>,
+    rounding: Rounding,
+}
+
+impl Kernel for Finish<'_> {
+    type Output = ();
     #[inline(always)]
-    fn finish<I: Isa>(&self, isa: I, row: usize) {
+    fn run<I: Isa>(self, isa: I) {
         if self.bias.is_none() && self.rounding == Rounding::None {
             return;
         }
-        let n = self.range.len();
-        // SAFETY: this chunk alone writes columns `self.range` of the output rows.
-        let y = unsafe {
-            self.out
-                .range(row * self.stride + self.first + self.range.start, n)
-        };
-        for (at, part) in parts(isa, n) {
-            let mut v = part.load(isa, &y[at..]);
+        for (at, part) in parts(isa, self.y.len()) {
+            let mut v = part.load(isa, &self.y[at..]);
             if let Some(bias) = self.bias {
                 v = isa.add(v, part.load(isa, &bias[at..]));
             }
-            part.store(isa, &mut y[at..], self.rounding.apply(isa, v));
+            part.store(isa, &mut self.y[at..], self.rounding.apply(isa, v));
         }
     }
 }
@@ -563,6 +574,8 @@ unsafe fn load_partial<I: Isa, E: Pair>(isa: I, p: *const u8, n: usize) -> (I::V
         E::load(isa, buffer.as_ptr())
     }
 }
+
+pub(crate) mod int8;
 
 #[cfg(test)]
 mod tests;

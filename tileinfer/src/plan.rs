@@ -1,6 +1,5 @@
 //! How much memory a model takes, from its configuration alone, before anything is loaded.
 
-use crate::backend::ComputeType;
 use crate::config::ModelConfig;
 use crate::kv::{KvElement, KvLayout, PAGE_SIZE};
 
@@ -17,12 +16,12 @@ pub struct MemoryPlan {
 
 impl MemoryPlan {
     /// The plan for a model of `config` whose weights take `weights_bytes`, for steps of up to `max_rows` rows
-    /// in up to `max_spans` spans, with activations of type `compute` that are kept in words of
-    /// `activation_bytes` (a CPU keeps bf16 values in f32 words).
+    /// in up to `max_spans` spans, with activations that are kept in words of
+    /// `activation_bytes` (a CPU keeps bf16 values in f32 words) and a cache of `element`s.
     pub fn new(
         config: &ModelConfig,
         weights_bytes: u64,
-        compute: ComputeType,
+        element: KvElement,
         activation_bytes: usize,
         max_rows: usize,
         max_spans: usize,
@@ -31,7 +30,7 @@ impl MemoryPlan {
             page_size: PAGE_SIZE,
             kv_heads: config.num_kv_heads,
             head_dim: config.head_dim,
-            element: KvElement::Compute(compute),
+            element,
         };
         // The buffers of `model::Workspace`: four of the stream's width, queries twice, keys and values
         // twice, the MLP before and after its activation; and the logits of a few rows.

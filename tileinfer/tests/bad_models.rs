@@ -327,7 +327,7 @@ fn memory_of_the_largest_configuration_is_a_number() {
     let plan = MemoryPlan::new(
         &config,
         config.weights_bytes(2),
-        ComputeType::F32,
+        tileinfer::kv::KvElement::Compute(ComputeType::F32),
         4,
         512,
         64,

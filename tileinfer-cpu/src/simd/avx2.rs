@@ -24,6 +24,13 @@ pub(super) unsafe fn run<K: Kernel>(kernel: K) -> K::Output {
     kernel.run(Avx2(()))
 }
 
+/// # Safety
+/// As for [`run`].
+#[target_feature(enable = "avx2,fma,f16c")]
+pub(super) unsafe fn run_bytes<K: super::ByteKernel>(kernel: K) {
+    kernel.run(Avx2(()));
+}
+
 /// An expression of intrinsics of this level.
 macro_rules! avx2 {
     ($e:expr) => {{
@@ -129,6 +136,12 @@ impl Isa for Avx2 {
             _mm256_cvtph_ps(_mm_loadu_si128(p.cast())),
             _mm256_cvtph_ps(_mm_loadu_si128(p.add(16).cast())),
         ))
+    }
+    #[inline(always)]
+    unsafe fn load_i8(self, p: *const u8) -> __m256 {
+        avx2!(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(
+            p.cast()
+        ))))
     }
     #[inline(always)]
     unsafe fn load_deinterleaved(self, p: *const f32) -> (__m256, __m256) {

@@ -131,6 +131,12 @@ impl Isa for Avx512 {
         ))
     }
     #[inline(always)]
+    unsafe fn load_i8(self, p: *const u8) -> __m512 {
+        avx512!(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(
+            p.cast()
+        ))))
+    }
+    #[inline(always)]
     unsafe fn load_deinterleaved(self, p: *const f32) -> (__m512, __m512) {
         avx512!({
             let (a, b) = (_mm512_loadu_ps(p), _mm512_loadu_ps(p.add(16)));

@@ -13,9 +13,12 @@
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod bytes;
 #[cfg(target_arch = "aarch64")]
 mod neon;
 mod portable;
+
+pub(crate) use bytes::{ByteDot, ByteKernel};
 
 /// Vector operations of one instruction set.
 ///
@@ -70,6 +73,11 @@ pub(crate) trait Isa: Copy + Send + Sync + 'static {
     /// # Safety
     /// `2 * LANES` f16 (any alignment) must be readable at `p`.
     unsafe fn load_f16_pair(self, p: *const u8) -> (Self::V, Self::V);
+    /// `LANES` signed bytes from memory, as f32.
+    ///
+    /// # Safety
+    /// `LANES` bytes must be readable at `p`.
+    unsafe fn load_i8(self, p: *const u8) -> Self::V;
     /// `2 * LANES` f32: those of even index and those of odd index.
     ///
     /// # Safety
@@ -186,6 +194,27 @@ impl Level {
             // SAFETY: as above.
             Set::Neon => unsafe { neon::run(kernel) },
             Set::Portable => kernel.run(portable::Portable),
+        }
+    }
+
+    /// Runs `kernel` compiled for the byte products of this level: of `avx512` those of AVX-512 VNNI where there is
+    /// that, else those of AVX2; of `neon` the plain ones, which compilers vectorise.
+    #[inline]
+    pub(crate) fn dispatch_bytes<K: ByteKernel>(self, kernel: K) {
+        match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Set::Avx512 if bytes::x86::Vnni::detect().is_some() => {
+                // SAFETY: just detected.
+                unsafe { bytes::x86::run_vnni(kernel) }
+            }
+            #[cfg(target_arch = "x86_64")]
+            Set::Avx512 if avx2::Avx2::detect().is_none() => kernel.run(bytes::Plain),
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: just detected, or a `Level` of this set, which is only built after detection.
+            Set::Avx512 | Set::Avx2 => unsafe { avx2::run_bytes(kernel) },
+            #[cfg(target_arch = "aarch64")]
+            Set::Neon => kernel.run(bytes::Plain),
+            Set::Portable => kernel.run(bytes::Plain),
         }
     }
 }

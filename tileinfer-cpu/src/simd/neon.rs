@@ -122,6 +122,14 @@ impl Isa for Neon {
         neon!((vld1q_f32(wide.as_ptr()), vld1q_f32(wide.as_ptr().add(4))))
     }
     #[inline(always)]
+    unsafe fn load_i8(self, p: *const u8) -> float32x4_t {
+        // SAFETY: the caller promises LANES readable bytes.
+        let raw = unsafe { p.cast::<u32>().read_unaligned() };
+        neon!(vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(
+            vcreate_s8(u64::from(raw))
+        )))))
+    }
+    #[inline(always)]
     unsafe fn load_deinterleaved(self, p: *const f32) -> (float32x4_t, float32x4_t) {
         neon!({
             let pair = vld2q_f32(p);

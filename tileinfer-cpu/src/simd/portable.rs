@@ -121,6 +121,16 @@ impl Isa for Portable {
         (Lanes(first), Lanes(second))
     }
     #[inline(always)]
+    unsafe fn load_i8(self, p: *const u8) -> Lanes {
+        // SAFETY: the caller promises LANES readable bytes.
+        let raw = unsafe { p.cast::<[i8; LANES]>().read_unaligned() };
+        let mut wide = [0.0; LANES];
+        for i in 0..LANES {
+            wide[i] = f32::from(raw[i]);
+        }
+        Lanes(wide)
+    }
+    #[inline(always)]
     unsafe fn load_deinterleaved(self, p: *const f32) -> (Lanes, Lanes) {
         // SAFETY: the caller promises 2 * LANES readable f32.
         let raw = unsafe { p.cast::<[f32; 2 * LANES]>().read_unaligned() };

@@ -136,6 +136,19 @@ impl Kernel for Pairs {
         }
         assert_eq!(back, narrow.iter().map(|x| x.to_f32()).collect::<Vec<_>>());
 
+        let bytes: Vec<i8> = (0..=I::LANES).map(|i| (i * 37 % 256) as i8).collect();
+        // SAFETY: LANES bytes follow the first.
+        unsafe {
+            let v = isa.load_i8(bytes.as_ptr().add(1).cast());
+            isa.store(first.as_mut_ptr(), v);
+        }
+        assert!(
+            first
+                .iter()
+                .zip(&bytes[1..])
+                .all(|(&x, &b)| x == f32::from(b))
+        );
+
         let narrow: Vec<half::f16> = x.iter().map(|&x| half::f16::from_f32(x.sin())).collect();
         let mut bytes = vec![0_u8];
         bytes.extend(narrow.iter().flat_map(|x| x.to_le_bytes()));

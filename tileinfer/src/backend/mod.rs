@@ -270,6 +270,17 @@ pub trait Backend: Send + Sized + 'static {
         offset: usize,
     ) -> Result<(Vec<f32>, Vec<f32>)>;
 
+    /// The keys in a page of such a layout, `[kv_heads, page_size, head_dim]`, as [`Backend::read_slot`] gives them.
+    fn read_keys(&self, pages: &Self::Pages, layout: &KvLayout, page: usize) -> Result<Vec<f32>> {
+        let mut keys = Vec::new();
+        for head in 0..layout.kv_heads {
+            for offset in 0..layout.page_size {
+                keys.extend(self.read_slot(pages, page, head, offset)?.0);
+            }
+        }
+        Ok(keys)
+    }
+
     // Steps.
 
     /// Room for a step of up to `rows` rows, `spans` spans and block tables of `table_width`.

@@ -205,6 +205,10 @@ impl<B: Backend> Backend for Profiled<B> {
         self.inner.read_slot(&pages.inner, page, head, offset)
     }
 
+    fn read_keys(&self, pages: &Self::Pages, layout: &KvLayout, page: usize) -> Result<Vec<f32>> {
+        self.inner.read_keys(&pages.inner, layout, page)
+    }
+
     fn alloc_step(&self, rows: usize, spans: usize, table_width: usize) -> Result<Self::Step> {
         Ok(ProfiledStep {
             inner: self.inner.alloc_step(rows, spans, table_width)?,

@@ -2,10 +2,12 @@
 //! forward pass ([`forward`]), which is one page for all families. What differs between families is data:
 //! see [`crate::config::ModelConfig`].
 
+mod calibrate;
 mod decoder;
 mod load;
 mod workspace;
 
+pub use calibrate::{CALIBRATION_TEXT, CALIBRATION_TOKENS, calibrate};
 pub use decoder::forward;
 pub use load::{DecoderLM, Layer, Linear, LoadOptions, Quant};
 pub use workspace::Workspace;

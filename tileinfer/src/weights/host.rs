@@ -3,7 +3,7 @@
 //! The names are those of the classes in transformers. It decided not to know what the weights are multiplied with.
 
 use super::checkpoint::Checkpoint;
-use super::safetensors::{TensorInfo, shown};
+use super::safetensors::{Dtype, TensorInfo, shown};
 use super::tensor::{ComputeType, Weight, WeightPart};
 use crate::config::{Activation, AttentionBias, Family, ModelConfig};
 use crate::{Error, Result};
@@ -159,26 +159,64 @@ impl HostModel {
 
     /// Bytes of all matrices.
     pub fn bytes(&self) -> u64 {
-        let layers = self
-            .layers
-            .iter()
-            .flat_map(|layer| [&layer.qkv, &layer.o, &layer.gate_up, &layer.down]);
         let tables = std::iter::once(&self.embed).chain(&self.head);
-        tables.chain(layers).map(Weight::bytes).sum()
+        tables.chain(self.linears()).map(Weight::bytes).sum()
     }
 
-    /// What [`bytes`](Self::bytes) will be once `tensors`, all those of a model's files, are loaded: the matrices of
-    /// the text model, in bf16 unless `compute` keeps them as they are.
-    pub fn bytes_of(tensors: &[TensorInfo], compute: ComputeType) -> u64 {
-        let is_text = |name: &str| !NOT_TEXT.iter().any(|part| name.starts_with(part));
-        tensors
+    /// Bytes of the matrices that every step reads, the linears and the head, once they are loaded: in int8 if `int8`
+    /// or where they are already, else in `compute`.
+    pub fn step_bytes(&self, compute: ComputeType, int8: bool) -> u64 {
+        let head = self.head.as_ref().unwrap_or(&self.embed);
+        let loaded = |weight: &Weight| loaded_bytes(weight, compute, int8 || weight.has_int8());
+        self.linears().chain([head]).map(loaded).sum()
+    }
+
+    /// Bytes of all matrices once they are loaded. In int8 a head that is the embedding becomes a matrix of its own.
+    pub fn loaded_bytes(&self, compute: ComputeType, int8: bool) -> u64 {
+        let shared = self.head.is_none() && !int8;
+        let embed = if shared {
+            0
+        } else {
+            loaded_bytes(&self.embed, compute, false)
+        };
+        embed + self.step_bytes(compute, int8)
+    }
+
+    fn linears(&self) -> impl Iterator<Item = &Weight> {
+        self.layers
             .iter()
-            .filter(|tensor| tensor.shape.len() == 2 && is_text(&tensor.name))
-            .map(|tensor| match compute {
-                ComputeType::F32 => tensor.range.len() as u64,
-                ComputeType::Bf16 => (tensor.range.len() / tensor.dtype.size().max(1) * 2) as u64,
-            })
-            .sum()
+            .flat_map(|layer| [&layer.qkv, &layer.o, &layer.gate_up, &layer.down])
+    }
+
+    /// What [`loaded_bytes`](Self::loaded_bytes) will be for `tensors`, all those of a model's files.
+    pub fn bytes_of(tensors: &[TensorInfo], compute: ComputeType, int8: bool) -> u64 {
+        let is_text = |name: &str| !NOT_TEXT.iter().any(|part| name.starts_with(part));
+        let matrices = || {
+            tensors
+                .iter()
+                .filter(|tensor| tensor.shape.len() == 2 && is_text(&tensor.name))
+        };
+        let tied = !tensors.iter().any(|t| HEADS.contains(&t.name.as_str()));
+        let bytes = |tensor: &TensorInfo| {
+            let (elements, rows) = (tensor.shape.iter().product::<usize>(), tensor.shape[0]);
+            let in_int8 = elements + rows * size_of::<f32>();
+            let plain = match (tensor.dtype, compute) {
+                // Rows of a quantized checkpoint, whose scales are a matrix of one column; packed ones are four a word.
+                (Dtype::I8, _) => elements,
+                (Dtype::I32, _) => 4 * elements,
+                (_, ComputeType::F32) => tensor.range.len(),
+                (_, ComputeType::Bf16) => 2 * elements,
+            };
+            let is_embedding = tensor.name.ends_with("embed_tokens.weight");
+            let rounded =
+                int8 && !matches!(tensor.dtype, Dtype::I8 | Dtype::I32) && tensor.shape[1] > 1;
+            match (is_embedding, rounded) {
+                (true, true) if tied => plain + in_int8,
+                (false, true) => in_int8,
+                _ => plain,
+            }
+        };
+        matrices().map(|tensor| bytes(tensor) as u64).sum()
     }
 
     fn convert(&mut self, compute: ComputeType) {
@@ -214,6 +252,17 @@ impl HostModel {
             ];
             maybe.into_iter().flatten().for_each(vector);
         }
+    }
+}
+
+/// Bytes of a matrix in int8 or in `compute`.
+fn loaded_bytes(weight: &Weight, compute: ComputeType, int8: bool) -> u64 {
+    let (rows, cols) = (weight.rows() as u64, weight.cols() as u64);
+    match (int8, compute) {
+        (true, _) => rows * (cols + 4),
+        // f32 keeps bf16 as it is.
+        (false, ComputeType::F32) => weight.bytes(),
+        (false, ComputeType::Bf16) => 2 * rows * cols,
     }
 }
 

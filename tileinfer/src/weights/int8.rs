@@ -63,7 +63,7 @@ pub const LEVELS: f32 = 127.0;
 /// The largest magnitude of a rounded activation: 127 * 254.
 pub const ACTIVATION_LEVELS: f32 = 32258.0;
 /// Activations whose largest is smaller count as zero.
-const TINY: f32 = f32::from_bits((127 - 100) << 23);
+pub const TINY: f32 = f32::from_bits((127 - 100) << 23);
 
 /// Rounds a row to `q` and gives its scale. See the module's first lines.
 ///
