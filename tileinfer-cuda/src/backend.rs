@@ -18,7 +18,7 @@ use tileinfer::{Error, Result};
 use crate::driver::{Address, Device, Event, Memory, Pinned, Recording};
 use crate::kernels::Type;
 use crate::ops::{
-    self, AttentionPlan, Groups, HeadInputs, LinearShape, Ops, Pools, Route, Rows, StepArrays, Then,
+    self, AttentionPlan, Groups, HeadInputs, LinearShape, Ops, Pools, Rows, StepArrays, Then,
 };
 use crate::store::KernelOptions;
 
@@ -27,9 +27,6 @@ const EVERYTHING: usize = 1 << 30;
 
 /// Most scratch that attention split over keys may take before it is done whole.
 const SPLIT_SCRATCH: usize = 256 << 20;
-
-/// Blocks of keys up to which the kernel that finds a query's blocks also folds them.
-const SHORT_BLOCKS: usize = 16;
 
 /// Bytes of each of the two buffers that weights pass through.
 const LOAD_BUFFER: usize = 16 << 20;
@@ -197,19 +194,6 @@ pub struct CudaGraph {
 struct Recorded {
     rows: usize,
     spans: usize,
-    class: usize,
-}
-
-/// [`Backend::graph_class`] of steps whose sequences all have few blocks of keys, and of others.
-const SHORT: usize = 0;
-const LONG: usize = 1;
-
-/// The class of a step by the ends of its spans.
-fn class(ends: impl Iterator<Item = usize>) -> usize {
-    match ends.max() {
-        Some(end) if end > SHORT_BLOCKS * KEY_BLOCK => LONG,
-        _ => SHORT,
-    }
 }
 
 /// Two pinned buffers that weights pass through in turn.
@@ -295,7 +279,7 @@ impl CudaBackend {
     fn prepared(&self) -> MutexGuard<'_, Recorded> {
         self.prepared
             .lock()
-            .expect("no thread panics with three numbers")
+            .expect("no thread panics with two numbers")
     }
 
     fn element(&self, element: Element) -> Type {
@@ -901,8 +885,7 @@ impl Backend for CudaBackend {
                 ]
             })
             .collect();
-        let class = self.graph_class(layout);
-        *self.prepared() = Recorded { rows, spans, class };
+        *self.prepared() = Recorded { rows, spans };
         step.wanted = layout.wanted.len();
         step.sampled = Samples::Host(Vec::new());
 
@@ -1159,11 +1142,7 @@ impl Backend for CudaBackend {
         });
         drop(staged);
         let blocks = if recording {
-            let table = (step.offsets.table_width * page_size).div_ceil(KEY_BLOCK);
-            match class(step.spans.iter().map(|&[_, end, _]| end)) {
-                SHORT => table.min(SHORT_BLOCKS),
-                _ => table,
-            }
+            (step.offsets.table_width * page_size).div_ceil(KEY_BLOCK)
         } else {
             let blocks = |&[_, end, first]: &[usize; 3]| {
                 end.div_ceil(KEY_BLOCK) - first * page_size / KEY_BLOCK
@@ -1193,18 +1172,12 @@ impl Backend for CudaBackend {
         let enough = counts[2] * kv_heads >= self.device().info().multiprocessors as usize;
         // Heads of 16 in tiles of 16 queries are fewer products than a block has warps, so that warps share
         // a sum: other bits than in a wider tile. No real model has such heads.
-        let (array, route) = if longest * group <= tiles[0].queries && head_dim > 16 {
-            (0, Route::Fused)
+        let (array, whole) = if longest * group <= tiles[0].queries && head_dim > 16 {
+            (0, false)
         } else if enough || scratch > SPLIT_SCRATCH {
-            (2, Route::Whole)
+            (2, true)
         } else {
-            (1, Route::Fused)
-        };
-        let many_blocks = blocks > SHORT_BLOCKS || counts[array] * kv_heads > ops::MOST_FUSED;
-        let route = if route == Route::Fused && many_blocks {
-            Route::Split
-        } else {
-            route
+            (1, false)
         };
         let groups = Groups {
             address: step.address(Offsets::GROUPS[array]),
@@ -1219,7 +1192,7 @@ impl Backend for CudaBackend {
             &groups,
             &plan,
             self.kind,
-            route,
+            whole,
         )
     }
 
@@ -1410,7 +1383,7 @@ impl Backend for CudaBackend {
     fn linear_activation(
         &self,
         out: &mut CudaTensor,
-        _wide: &mut CudaTensor,
+        wide: &mut CudaTensor,
         weight: &CudaWeight,
         bias: Option<&CudaTensor>,
         x: &CudaTensor,
@@ -1422,20 +1395,15 @@ impl Backend for CudaBackend {
                 Then::Xielu([xielu.alpha_p, xielu.alpha_n, xielu.beta, xielu.eps])
             }
         };
-        self.linear_then(out, weight, bias, x, then)
+        if then.fuses(x.rows) {
+            return self.linear_then(out, weight, bias, x, then);
+        }
+        self.linear(wide, weight, bias, x)?;
+        self.activation(out, wide, activation)
     }
 
     fn supports_graphs(&self) -> bool {
         true
-    }
-
-    fn graph_class(&self, layout: &StepLayout) -> usize {
-        class(
-            layout
-                .positions
-                .iter()
-                .map(|&position| position as usize + 1),
-        )
     }
 
     fn capture(&self, body: &mut dyn FnMut() -> Result<()>) -> Result<CudaGraph> {
@@ -1451,7 +1419,7 @@ impl Backend for CudaBackend {
 
     fn replay(&self, graph: &CudaGraph) -> Result<()> {
         let (now, then) = (*self.prepared(), graph.step);
-        if (now.rows, now.class) != (then.rows, then.class) || now.spans > then.spans {
+        if now.rows != then.rows || now.spans > then.spans {
             return Err(Error::Bug(format!(
                 "a recording of {then:?} was replayed for {now:?}"
             )));

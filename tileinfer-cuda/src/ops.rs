@@ -19,19 +19,13 @@ pub const PAGE: usize = 64;
 pub const WIDEST_NORM: usize = 16384;
 
 /// Most tiles of 64 weight rows, times splits, that a weight is cut into.
-const MOST_SPLIT_TILES: usize = 1024;
+const MOST_SPLIT_TILES: usize = 192;
 
 /// Room for the partial sums of `linear_few`: that many tiles of 64 x 128 (see [`splits`]).
 const PARTIAL_BYTES: usize = MOST_SPLIT_TILES * 64 * 128 * 4;
 
-/// Multiprocessors of the GPUs that weights are cut for.
-const MULTIPROCESSORS: usize = 132;
-
 /// Blocks that keep the device busy while attention waits for pages.
 const ATTENTION_BLOCKS: usize = 528;
-
-/// Kv heads times groups whose keys may be folded in the kernel that finds them.
-pub const MOST_FUSED: usize = 4096;
 
 /// An open device with its kernels and the scratch they share.
 #[derive(Debug)]
@@ -40,7 +34,6 @@ pub struct Ops {
     kernels: KernelStore,
     partials: Memory,
     tickets: Memory,
-    attention_tickets: Memory,
     /// Grown when a step needs more; older ones are kept, since a recording may use them.
     scratch: Mutex<Vec<Memory>>,
 }
@@ -75,6 +68,12 @@ impl Then {
             Then::GatedSilu => 2,
             Then::Nothing | Then::Xielu(_) => 1,
         }
+    }
+
+    /// Whether `rows` rows do it in the product's kernel: gates and what they are for meet in one thread only
+    /// where there are few rows or many. H200, 64 rows of 24576 x 4096: 73 us in the kernel, 58 apart.
+    pub fn fuses(self, rows: usize) -> bool {
+        self != Then::GatedSilu || !(17..=64).contains(&rows)
     }
 
     /// `ACT`, `HALVES` and `WIDTH` of a tile of so many weight rows.
@@ -149,21 +148,14 @@ impl From<Address> for Rows {
 }
 
 /// Into how many runs of columns a weight `[n, k]` is cut, and how many columns a run has: the fewest that
-/// give every multiprocessor of a large GPU two blocks and none much more than the others, no run under 256.
-/// Of the shape and the type alone: it is part of the weight's reduction tree.
+/// give most multiprocessors of a large GPU a block, no run under 256. (More blocks lose: those of the next
+/// layer, which fetch weights while they wait, take their places.) Of the shape and the type alone: it is part
+/// of the weight's reduction tree.
 pub fn splits(kind: Type, n: usize, k: usize) -> (usize, usize) {
     let tiles = n.div_ceil(64);
-    // Whether multiprocessors have one block only; how much longer the busiest works than all would if
-    // blocks could be cut anywhere, in tenths, which is what one more split costs at least.
-    let cost = |splits: usize| {
-        let blocks = tiles * splits;
-        let busiest = blocks.div_ceil(MULTIPROCESSORS) * MULTIPROCESSORS;
-        (blocks < 256, busiest * 10 / blocks, splits)
-    };
-    let fit = |&splits: &usize| k / 256 >= splits && tiles * splits <= MOST_SPLIT_TILES;
-    let candidates = [1, 2, 4, 8].into_iter().filter(|s| *s == 1 || fit(s));
+    let enough = |splits: &usize| tiles * splits >= 96 || 2 * splits > k / 256;
     let splits = match kind {
-        Type::Bf16 => candidates.min_by_key(|&splits| cost(splits)).unwrap_or(1),
+        Type::Bf16 => [1, 2, 4].into_iter().find(enough).unwrap_or(8),
         Type::F32 => 1,
     };
     let columns = k.div_ceil(splits).next_multiple_of(256);
@@ -234,6 +226,7 @@ pub fn linear_plan(shape: &LinearShape) -> LinearPlan {
     if shape.int8 {
         // A row is two rows of bytes.
         return match shape.rows {
+            ..=8 => few_plan(shape, [64, 256, 8, 3], (4, 4)),
             ..=16 => few_plan(shape, [64, 256, 16, 3], (4, 3)),
             ..=32 => few_plan(shape, [64, 256, 32, 3], (4, 2)),
             ..=64 => few_plan(shape, [64, 128, 64, 3], (4, 2)),
@@ -328,22 +321,10 @@ pub struct AttentionTile {
     pub latency: i32,
 }
 
-/// How attention goes through its keys.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Route {
-    /// Each block of threads folds all keys of its queries: enough queries to fill the device.
-    Whole,
-    /// Keys are split over blocks, and the last of a query's blocks folds what they found.
-    Fused,
-    /// Keys are split over blocks, and a second kernel folds: many blocks.
-    Split,
-}
-
 /// An attention kernel for heads of `head_dim`.
 pub fn attention_variant(
     kernel: &'static kernels::Kernel,
     kind: Type,
-    route: Route,
     tile: AttentionTile,
     head_dim: usize,
     page_size: usize,
@@ -355,10 +336,7 @@ pub fn attention_variant(
         return Variant::new(kernel, &[kind], &[width, 0]).aligned(aligned);
     }
     let page = if page_size == PAGE { PAGE as i32 } else { 0 };
-    let mut sizes = vec![tile.queries as i32, width, page, tile.latency, int8.into()];
-    if std::ptr::eq(kernel, &kernels::ATTEND_SPLIT) {
-        sizes.push(i32::from(route == Route::Fused));
-    }
+    let sizes = [tile.queries as i32, width, page, tile.latency, int8.into()];
     let variant = Variant::new(kernel, &[kind], &sizes);
     variant.hints(tile.warps, tile.occupancy).aligned(aligned)
 }
@@ -494,14 +472,11 @@ impl Ops {
         let partials = device.alloc("partial sums", PARTIAL_BYTES)?;
         let tickets = device.alloc("tickets of partial sums", MOST_SPLIT_TILES * 4)?;
         device.queue_fill(tickets.address(), 0, MOST_SPLIT_TILES * 4)?;
-        let attention_tickets = device.alloc("tickets of attention", MOST_FUSED * 4)?;
-        device.queue_fill(attention_tickets.address(), 0, MOST_FUSED * 4)?;
         Ok(Ops {
             device,
             kernels,
             partials,
             tickets,
-            attention_tickets,
             scratch: Mutex::default(),
         })
     }
@@ -808,7 +783,8 @@ impl Ops {
         )
     }
 
-    /// Attention of every row. All routes give the same bits.
+    /// Attention of every row. `whole`: each block of threads folds all keys of its queries (enough queries to
+    /// fill the device); else keys are split over blocks and folded after. The results are the same.
     pub fn attention(
         &self,
         out: Address,
@@ -818,18 +794,11 @@ impl Ops {
         groups: &Groups,
         plan: &AttentionPlan,
         kind: Type,
-        route: Route,
+        whole: bool,
     ) -> Result<()> {
+        let (head_dim, page_size) = (plan.head_dim, plan.page_size);
         let variant = |kernel| {
-            attention_variant(
-                kernel,
-                kind,
-                route,
-                groups.tile,
-                plan.head_dim,
-                plan.page_size,
-                pools.int8(),
-            )
+            attention_variant(kernel, kind, groups.tile, head_dim, page_size, pools.int8())
         };
         // exp2 in the kernel: the factor of the natural exponent goes into the scale.
         let scale = (f64::from(plan.scale) * std::f64::consts::LOG2_E) as f32;
@@ -846,7 +815,7 @@ impl Ops {
         ];
         let lists = [step.tables, groups.address].map(Argument::from);
         let sources = [&[queries.into()], &pools.arguments()[..], &lists].concat();
-        if route == Route::Whole {
+        if whole {
             let arguments = [&[out.into()], &sources[..], &shape].concat();
             let grid = [groups.count, plan.kv_heads, 1];
             return self.launch(&variant(&kernels::ATTEND_WHOLE), grid, &arguments);
@@ -857,17 +826,13 @@ impl Ops {
         let maxima = scratch + (numbers * plan.head_dim * 4) as Address;
         let weights = maxima + (numbers * 4) as Address;
         let partial = [scratch.into(), maxima.into(), weights.into()];
-        let results = [out.into(), self.attention_tickets.address().into()];
-        let mut arguments = [&results, &partial[..], &sources, &shape].concat();
+        let mut arguments = [&partial[..], &sources, &shape].concat();
         arguments.push(plan.block_slots.into());
         let workers = ATTENTION_BLOCKS
             .div_ceil(plan.kv_heads * groups.count.max(1))
             .min(plan.blocks.max(1));
         let grid = [workers, plan.kv_heads, groups.count];
         self.launch(&variant(&kernels::ATTEND_SPLIT), grid, &arguments)?;
-        if route == Route::Fused {
-            return Ok(());
-        }
         let arguments = [
             out.into(),
             scratch.into(),
@@ -953,10 +918,10 @@ pub fn catalog() -> Vec<Variant> {
                 (kind, Then::GatedSilu),
                 (kind, Then::Xielu([0.0; 4])),
             ] {
-                for rows in [1, 32, 64, 128, 200, 4096] {
+                for rows in [1, 16, 32, 64, 128, 200, 4096] {
                     // Cut into splits, and not.
-                    for n in [4096, 24576, 151_936] {
-                        let shape = [rows, n + 2 * odd, 4096];
+                    for [n, k] in [[4096, 4096], [4096, 256], [24576, 4096], [151_936, 4096]] {
+                        let shape = [rows, n + 2 * odd, k];
                         let shape = LinearShape::new([kind, out], shape).then(then);
                         all.push(linear_plan(&shape).variant);
                         all.push(linear_plan(&shape.int8(true)).variant);
@@ -1012,19 +977,16 @@ pub fn catalog() -> Vec<Variant> {
             let pages = [(PAGE, false), (PAGE, true), (4, false), (4, true)];
             for (page_size, int8) in pages
                 .into_iter()
-                .filter(|&(size, _)| size == PAGE || head_dim <= 64)
+                .filter(|&(size, _)| size == PAGE || head_dim <= 128)
             {
-                let variant = |kernel, route, tile| {
-                    attention_variant(kernel, kind, route, tile, head_dim, page_size, int8)
-                };
-                for tile in [few, more] {
-                    all.extend([
-                        variant(&kernels::ATTEND_SPLIT, Route::Fused, tile),
-                        variant(&kernels::ATTEND_SPLIT, Route::Split, tile),
-                    ]);
-                }
-                all.push(variant(&kernels::FOLD, Route::Split, few));
-                all.push(variant(&kernels::ATTEND_WHOLE, Route::Whole, many));
+                let variant =
+                    |kernel, tile| attention_variant(kernel, kind, tile, head_dim, page_size, int8);
+                all.extend([
+                    variant(&kernels::ATTEND_SPLIT, few),
+                    variant(&kernels::ATTEND_SPLIT, more),
+                    variant(&kernels::FOLD, few),
+                    variant(&kernels::ATTEND_WHOLE, many),
+                ]);
             }
         }
     }
@@ -1063,51 +1025,91 @@ pub fn sweep_tiles() -> Vec<AttentionTile> {
     .into()
 }
 
-/// Plans of linears that `gpu-check --sweep` tries at a shape.
+/// Layers whose plans `gpu-check --sweep` tries.
+pub fn sweep_shapes() -> Vec<LinearShape> {
+    let mut shapes = Vec::new();
+    for int8 in [false, true] {
+        for rows in [1, 16, 64, 512] {
+            for (n, k, then) in [
+                (6144, 4096, Then::Nothing),
+                (4096, 4096, Then::Nothing),
+                (24576, 4096, Then::GatedSilu),
+                (4096, 12288, Then::Nothing),
+            ] {
+                let shape = LinearShape::new([Type::Bf16; 2], [rows, n, k]);
+                shapes.push(shape.int8(int8).then(then));
+            }
+        }
+    }
+    shapes
+}
+
+/// Plans that `gpu-check --sweep` tries at a shape.
 pub fn sweep_plans(shape: &LinearShape) -> Vec<LinearPlan> {
     let few = |tile, hints| few_plan(shape, tile, hints);
     let many = |tile, hints| many_plan(shape, tile, hints);
-    match shape.rows {
-        ..=16 => vec![
-            few([64, 256, 16, 3], (4, 2)),
-            few([64, 256, 16, 2], (4, 3)),
-            few([64, 256, 16, 4], (4, 2)),
-            few([64, 128, 16, 4], (4, 4)),
+    match (shape.int8, shape.rows) {
+        (false, ..=16) => vec![
             few([64, 128, 16, 3], (4, 3)),
-            few([64, 512, 16, 2], (4, 2)),
+            few([64, 256, 16, 3], (4, 2)),
+            few([64, 128, 16, 4], (4, 3)),
+            few([64, 128, 16, 3], (4, 2)),
             few([128, 128, 16, 3], (4, 2)),
-            few([128, 256, 16, 2], (8, 1)),
         ],
-        17..=64 => vec![
+        (false, 17..=64) => vec![
             few([64, 128, 64, 3], (4, 2)),
             few([64, 64, 64, 4], (4, 3)),
-            few([64, 256, 64, 2], (4, 1)),
-            few([128, 128, 64, 3], (8, 1)),
             few([128, 64, 64, 3], (4, 2)),
-        ],
-        65..=128 => vec![
-            few([64, 64, 128, 3], (4, 2)),
-            few([64, 128, 128, 3], (4, 1)),
-            few([64, 64, 128, 4], (4, 1)),
-            few([128, 64, 128, 4], (8, 1)),
-            few([128, 128, 128, 2], (8, 1)),
-            few([128, 64, 128, 3], (4, 1)),
-            many([128, 64, 128, 4], (8, 1)),
-            many([64, 128, 128, 3], (4, 1)),
-            many([64, 64, 64, 3], (4, 2)),
-        ],
-        _ => vec![
-            many([256, 64, 128, 3], (8, 1)),
-            many([256, 64, 128, 4], (8, 1)),
-            many([128, 64, 128, 3], (8, 1)),
-            many([128, 64, 128, 4], (8, 1)),
-            many([128, 128, 128, 2], (8, 1)),
-            many([128, 64, 128, 3], (4, 2)),
-            many([128, 64, 256, 3], (8, 1)),
-            many([128, 64, 64, 3], (4, 2)),
             many([256, 64, 64, 3], (8, 1)),
         ],
+        (false, _) => vec![
+            many([256, 64, 128, 4], (8, 1)),
+            many([256, 64, 64, 3], (8, 1)),
+            many([128, 64, 128, 4], (8, 1)),
+            many([128, 64, 128, 3], (4, 2)),
+        ],
+        (true, ..=16) => {
+            let tokens = if shape.rows > 8 { 16 } else { 8 };
+            vec![
+                few([64, 256, tokens, 3], (4, 4)),
+                few([64, 256, tokens, 4], (4, 3)),
+                few([64, 256, tokens, 2], (4, 4)),
+                few([64, 256, tokens, 6], (4, 2)),
+                few([64, 512, tokens, 2], (4, 2)),
+                few([64, 512, tokens, 3], (4, 2)),
+                few([64, 128, tokens, 4], (4, 4)),
+                few([64, 128, tokens, 6], (4, 3)),
+                few([128, 256, tokens, 3], (4, 2)),
+            ]
+        }
+        (true, 17..=64) => vec![
+            few([64, 128, 64, 3], (4, 2)),
+            few([64, 256, 64, 2], (4, 1)),
+            few([64, 256, 32, 3], (4, 2)),
+            few([128, 128, 64, 3], (8, 1)),
+            many([128, 128, 32, 3], (4, 2)),
+            many([128, 128, 64, 3], (8, 1)),
+            many([256, 128, 64, 3], (8, 1)),
+        ],
+        (true, _) => vec![
+            many([256, 128, 64, 3], (8, 1)),
+            many([256, 64, 64, 4], (8, 1)),
+            many([128, 128, 64, 3], (8, 1)),
+            many([128, 128, 64, 3], (4, 2)),
+            many([128, 128, 128, 3], (8, 1)),
+        ],
     }
+}
+
+/// What a sweep launches: a pack that holds it needs no toolkit.
+pub fn sweep_catalog() -> Vec<Variant> {
+    let shapes = sweep_shapes();
+    let plans = shapes.iter().flat_map(sweep_plans);
+    let linears = plans.map(|plan| plan.variant);
+    let attention = sweep_tiles()
+        .into_iter()
+        .map(|tile| attention_variant(&kernels::ATTEND_WHOLE, Type::Bf16, tile, 128, PAGE, false));
+    linears.chain(attention).collect()
 }
 
 #[cfg(test)]
@@ -1187,18 +1189,14 @@ mod tests {
                     has(head_variant(kernel, kind, head_dim, int8));
                 }
                 let [few, more, many] = attention_tiles(kind, heads / kv_heads);
-                for (kernel, route, tile) in [
-                    (&kernels::ATTEND_SPLIT, Route::Fused, few),
-                    (&kernels::ATTEND_SPLIT, Route::Fused, more),
-                    (&kernels::ATTEND_SPLIT, Route::Split, few),
-                    (&kernels::ATTEND_SPLIT, Route::Split, more),
-                    (&kernels::FOLD, Route::Split, few),
-                    (&kernels::ATTEND_WHOLE, Route::Whole, many),
+                for (kernel, tile) in [
+                    (&kernels::ATTEND_SPLIT, few),
+                    (&kernels::ATTEND_SPLIT, more),
+                    (&kernels::FOLD, few),
+                    (&kernels::ATTEND_WHOLE, many),
                 ] {
                     for int8 in [false, true] {
-                        has(attention_variant(
-                            kernel, kind, route, tile, head_dim, PAGE, int8,
-                        ));
+                        has(attention_variant(kernel, kind, tile, head_dim, PAGE, int8));
                     }
                 }
             }

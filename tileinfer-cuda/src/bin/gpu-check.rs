@@ -2,7 +2,7 @@
 //! come out the same, bit for bit, whatever stands beside it. Prints a line a check and a table of times.
 //!
 //! `gpu-check [--sweep | --times] [--toolkit DIR] PACK_FOLDER [GOLDEN_FOLDER]`; with `--sweep`, candidates for
-//! tiles instead, which takes a toolkit; with `--times`, the times alone; with a toolkit, kernels that the pack lacks are compiled, and named at the end.
+//! tiles instead, which takes a pack made with `tileinfer-kernels --sweep`; with `--times`, the times alone; with a toolkit, kernels that the pack lacks are compiled, and named at the end.
 
 use std::panic::AssertUnwindSafe;
 use std::path::{Path, PathBuf};
@@ -14,10 +14,10 @@ use tileinfer::testing::{SAME_TEXT_MODELS, conformance, golden_models, same_text
 use tileinfer::weights::int8::{round_activations, split};
 use tileinfer_cuda::CudaBackend;
 use tileinfer_cuda::driver::{Address, Memory};
-use tileinfer_cuda::kernels::{self, Type};
+use tileinfer_cuda::kernels::Type;
 use tileinfer_cuda::ops::{
-    AttentionPlan, Groups, HeadInputs, LinearShape, Ops, PAGE, Pools, Route, Rows, StepArrays,
-    Then, attention_tiles, attention_variant, linear_plan, sweep_plans, sweep_tiles,
+    AttentionPlan, Groups, HeadInputs, LinearShape, Ops, PAGE, Pools, Rows, StepArrays, Then,
+    attention_tiles, linear_plan, sweep_plans, sweep_shapes, sweep_tiles,
 };
 use tileinfer_cuda::store::KernelOptions;
 
@@ -154,21 +154,6 @@ impl Checker {
     }
 
     fn sweep(mut self) -> Result<usize> {
-        let mut variants = Vec::new();
-        for rows in SWEEP_ROWS {
-            for (n, k) in SWEEP_WEIGHTS {
-                let shape = LinearShape::new([Type::Bf16; 2], [rows, n, k]);
-                variants.extend(sweep_plans(&shape).iter().map(|plan| plan.variant));
-            }
-        }
-        let variant = |tile| {
-            let kernel = &kernels::ATTEND_WHOLE;
-            attention_variant(kernel, Type::Bf16, Route::Whole, tile, 128, PAGE, false)
-        };
-        variants.extend(sweep_tiles().into_iter().map(variant));
-        let mut seen = std::collections::HashSet::new();
-        variants.retain(|variant| seen.insert(*variant));
-        self.ops.kernels().prefetch(&variants)?;
         self.attention_case(Type::Bf16, [8, 2, 128], true, 1 << 30, true)?;
         self.linear_sweep()?;
         self.attention_times(true)?;
@@ -345,8 +330,8 @@ impl Checker {
     /// Products with int8 weights: rounded activations to the bit, sums within the rounding of `joined`.
     fn int8(&mut self) -> Result<()> {
         for kind in [Type::Bf16, Type::F32] {
-            for (n, k) in [(64, 64), (200, 1024), (130, 513), (96, 4096)] {
-                for rows in [1, 3, 17, 40, 130] {
+            for (n, k) in [(64, 64), (200, 1024), (130, 33), (96, 4096)] {
+                for rows in [1, 3, 9, 17, 40, 130] {
                     let mut x = self.values(kind, rows * k, 1.0);
                     x[k / 2] = 1000.0;
                     if rows > 1 {
@@ -941,19 +926,15 @@ impl Checker {
             "attention {kind:?} {heads}/{kv_heads} x {head_dim}, causal {causal}, window {window}"
         );
         let mut results = Vec::new();
-        let tries = if sweep {
-            let whole = sweep_tiles().into_iter().map(|tile| (tile, Route::Whole));
-            std::iter::once((few, Route::Split)).chain(whole).collect()
-        } else {
-            vec![
-                (few, Route::Split),
-                (few, Route::Fused),
-                (more, Route::Split),
-                (more, Route::Fused),
-                (many, Route::Whole),
-            ]
-        };
-        for &(tile, route) in &tries {
+        let mut tries = vec![(more, false), (many, true)];
+        if head_dim > 16 {
+            // Of smaller heads the backend does not take this tile.
+            tries.push((few, false));
+        }
+        if sweep {
+            tries.extend(sweep_tiles().into_iter().map(|tile| (tile, true)));
+        }
+        for &(tile, whole) in &tries {
             let mut groups = Vec::new();
             let mut first = 0;
             for (s, &(cached, new)) in spans.iter().enumerate() {
@@ -992,12 +973,12 @@ impl Checker {
                 &groups,
                 &plan,
                 kind,
-                route,
+                whole,
             )?;
             results.push(self.read(&out)?);
         }
-        for ((tile, route), result) in tries.iter().zip(&results) {
-            let what = format!("{what}: {tile:?} {route:?}");
+        for ((tile, whole), result) in tries.iter().zip(&results) {
+            let what = format!("{what}: {tile:?} whole {whole}");
             self.close(
                 &what,
                 result,
@@ -1230,27 +1211,28 @@ impl Checker {
         let x = self.values(kind, 4096 * 4096, 1.0);
         let x = self.array(kind, &x)?;
         let y = self.poisoned(kind, 4096 * 24576)?;
-        for rows in SWEEP_ROWS {
-            for (n, k) in SWEEP_WEIGHTS {
-                let k = if rows > 512 { 4096 } else { k };
-                let bytes = n * k * 2;
-                let copies = ((2usize << 30) / bytes).min(if rows > 128 { 4 } else { 16 });
-                let shape = LinearShape::new([kind; 2], [rows, n, k]);
-                for plan in sweep_plans(&shape) {
-                    let ops = &self.ops;
-                    let time = self.time(copies, |i| {
-                        let w = pool.at() + (i % copies * bytes) as Address;
-                        ops.linear_by(&plan, y.at(), x.at().into(), w.into(), None, &shape)
-                    })?;
-                    let (rate, flops) = (
-                        bytes as f64 / time / 1e3,
-                        2.0 * (rows * n * k) as f64 / time / 1e6,
-                    );
-                    println!(
-                        "{rows:4} rows {n} x {k}: {time:7.1} us, {rate:4.0} GB/s, {flops:3.0} TFLOP/s {}",
-                        plan.variant
-                    );
-                }
+        for shape in sweep_shapes() {
+            let (rows, n, k) = (shape.rows, shape.n, shape.k);
+            let bytes = n * k * if shape.int8 { 1 } else { 2 };
+            let copies = ((2usize << 30) / bytes).min(if rows > 128 { 4 } else { 32 });
+            for plan in sweep_plans(&shape) {
+                let ops = &self.ops;
+                let time = self.time(copies, |i| {
+                    let rows = |values| Rows {
+                        values,
+                        scales: x.at(),
+                    };
+                    let w = pool.at() + (i % copies * bytes) as Address;
+                    ops.linear_by(&plan, y.at(), rows(x.at()), rows(w), None, &shape)
+                })?;
+                let (rate, flops) = (
+                    bytes as f64 / time / 1e3,
+                    2.0 * (rows * n * k) as f64 / time / 1e6,
+                );
+                println!(
+                    "{rows:4} rows {n} x {k}: {time:7.1} us, {rate:4.0} GB/s, {flops:3.0} TFLOP/s {} {:?}",
+                    plan.variant, plan.grid
+                );
             }
         }
         Ok(())
@@ -1291,15 +1273,15 @@ impl Checker {
             };
             let mut tries = Vec::new();
             if rows <= 512 {
-                tries.extend([(split, Route::Split), (split, Route::Fused)]);
+                tries.push((split, false));
             }
             if sequences == 1 && rows > 512 {
-                tries.push((many, Route::Whole));
+                tries.push((many, true));
                 if sweep {
-                    tries.extend(sweep_tiles().into_iter().map(|tile| (tile, Route::Whole)));
+                    tries.extend(sweep_tiles().into_iter().map(|tile| (tile, true)));
                 }
             }
-            for (tile, route) in tries {
+            for (tile, whole) in tries {
                 let size = tile.queries / group;
                 let mut groups = Vec::new();
                 let mut meta = Vec::new();
@@ -1363,7 +1345,7 @@ impl Checker {
                             &groups,
                             &plan,
                             kind,
-                            route,
+                            whole,
                         )
                     })?;
                     let bytes = (2 * context * sequences * kv_heads * head_dim * 2) as f64;
@@ -1371,7 +1353,7 @@ impl Checker {
                         * (rows * heads * head_dim) as f64
                         * (context as f64 - new as f64 / 2.0);
                     println!(
-                        "attention {sequences} x {new} rows at {context}, {tile:?} {route:?}: {time:.1} us, {:.0} GB/s, {:.0} TFLOP/s",
+                        "attention {sequences} x {new} rows at {context}, {tile:?} whole {whole}: {time:.1} us, {:.0} GB/s, {:.0} TFLOP/s",
                         bytes / time / 1e3,
                         flops / time / 1e6
                     );
@@ -1381,11 +1363,6 @@ impl Checker {
         Ok(())
     }
 }
-
-/// Rows and weights that a sweep times linears at.
-const SWEEP_ROWS: [usize; 5] = [1, 64, 128, 512, 4096];
-const SWEEP_WEIGHTS: [(usize, usize); 4] =
-    [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)];
 
 /// Keys and values of the compute type.
 fn pools(keys: Address, values: Address) -> Pools {

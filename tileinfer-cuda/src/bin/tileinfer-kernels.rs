@@ -1,6 +1,7 @@
 //! Compiles every kernel for the architectures named into packs. Needs a CUDA toolkit's `tileiras`, no GPU.
 //!
-//! `tileinfer-kernels [--only TEXT] TOOLKIT FOLDER ARCH...`, where `--only` leaves out kernels whose names hold
+//! `tileinfer-kernels [--sweep] [--only TEXT] TOOLKIT FOLDER ARCH...`, where `--sweep` adds what
+//! `gpu-check --sweep` tries and `--only` leaves out kernels whose names hold
 //! none of the texts, separated by semicolons: a quick pack to try something with.
 
 use std::path::{Path, PathBuf};
@@ -11,12 +12,18 @@ use sha2::{Digest, Sha256};
 use tileinfer::{Error, Result};
 use tileinfer_cuda::compile::{self, Assembler};
 use tileinfer_cuda::kernels::{Variant, fingerprint};
-use tileinfer_cuda::ops::catalog;
+use tileinfer_cuda::ops::{catalog, sweep_catalog};
 use tileinfer_cuda::pack::Pack;
 
 fn main() {
     let mut arguments = std::env::args().skip(1).peekable();
     let mut catalog = catalog();
+    if arguments
+        .next_if(|argument| argument == "--sweep")
+        .is_some()
+    {
+        catalog.extend(sweep_catalog());
+    }
     if arguments.next_if(|argument| argument == "--only").is_some() {
         let texts = arguments.next().unwrap_or_default();
         catalog.retain(|variant| {
@@ -25,7 +32,7 @@ fn main() {
         });
     }
     let (Some(toolkit), Some(folder)) = (arguments.next(), arguments.next()) else {
-        eprintln!("usage: tileinfer-kernels [--only TEXT] TOOLKIT FOLDER ARCH...");
+        eprintln!("usage: tileinfer-kernels [--sweep] [--only TEXT] TOOLKIT FOLDER ARCH...");
         std::process::exit(2);
     };
     let result = arguments.try_for_each(|arch| {
@@ -54,57 +61,18 @@ fn build(variants: &[Variant], toolkit: &Path, folder: &Path, arch: &str) -> Res
     let cubins = folder.join("cubins");
     std::fs::create_dir_all(&cubins).map_err(|source| Error::io(&cubins, source))?;
     let path = folder.join(format!("tileinfer-{arch}.pack"));
-    let pack = Mutex::new(Pack::new(arch, fingerprint()));
-    let failures = Mutex::new(Vec::new());
     // What the kernel compiler refuses is known long before everything is assembled.
-    let mut bytecodes = Vec::new();
-    for variant in variants {
-        match compile::bytecode(variant, arch) {
-            Ok(bytecode) => bytecodes.push((variant, bytecode)),
-            Err(error) => failures
-                .lock()
-                .expect("no thread panics with the list")
-                .push(error.to_string()),
-        }
+    let bytecodes = on_all_cores(variants, |variant| {
+        Ok((variant, compile::bytecode(variant, arch)?))
+    })?;
+    let assembled = on_all_cores(&bytecodes, |(variant, bytecode)| {
+        let cubin = cubin(&assembler, variant, bytecode, &cubins, arch)?;
+        Ok((variant, cubin))
+    })?;
+    let mut pack = Pack::new(arch, fingerprint());
+    for (variant, cubin) in &assembled {
+        pack.insert(&variant.to_string(), cubin);
     }
-    if bytecodes.len() < variants.len() {
-        bytecodes.clear();
-    }
-    let next = AtomicUsize::new(0);
-    let work = || {
-        while let Some((variant, bytecode)) = bytecodes.get(next.fetch_add(1, Ordering::Relaxed)) {
-            match cubin(&assembler, variant, bytecode, &cubins, arch) {
-                Ok(cubin) => {
-                    pack.lock()
-                        .expect("no thread panics with the pack")
-                        .insert(&variant.to_string(), &cubin);
-                }
-                Err(error) => failures
-                    .lock()
-                    .expect("no thread panics with the list")
-                    .push(error.to_string()),
-            }
-        }
-    };
-    std::thread::scope(|scope| {
-        let threads = std::thread::available_parallelism().map_or(2, std::num::NonZero::get);
-        for _ in 0..threads {
-            scope.spawn(work);
-        }
-    });
-    let failures = failures
-        .into_inner()
-        .expect("no thread panicked with the list");
-    for failure in &failures {
-        eprintln!("{failure}");
-    }
-    if !failures.is_empty() {
-        let count = failures.len();
-        return Err(Error::Bug(format!(
-            "{count} kernels do not compile for {arch}"
-        )));
-    }
-    let pack = pack.into_inner().expect("no thread panicked with the pack");
     pack.write(&path)?;
     let bytes = std::fs::metadata(&path).map_or(0, |file| file.len());
     println!(
@@ -114,6 +82,35 @@ fn build(variants: &[Variant], toolkit: &Path, folder: &Path, arch: &str) -> Res
         bytes / 1024
     );
     Ok(())
+}
+
+/// `work` on each item; if it fails for some, says why for each.
+fn on_all_cores<'a, T: Sync, R: Send>(
+    items: &'a [T],
+    work: impl Fn(&'a T) -> Result<R> + Sync,
+) -> Result<Vec<R>> {
+    let results = Mutex::new(Vec::new());
+    let next = AtomicUsize::new(0);
+    let turn = || {
+        while let Some(item) = items.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let result = work(item);
+            let mut results = results.lock().expect("no thread panics with the list");
+            results.push(result);
+        }
+    };
+    std::thread::scope(|scope| {
+        let threads = std::thread::available_parallelism().map_or(2, std::num::NonZero::get);
+        for _ in 0..threads {
+            scope.spawn(turn);
+        }
+    });
+    let results = results.into_inner().expect("no thread panicked with it");
+    let failed = results.iter().filter_map(|result| result.as_ref().err());
+    let count = failed.inspect(|error| eprintln!("{error}")).count();
+    if count > 0 {
+        return Err(Error::Bug(format!("{count} kernels do not compile")));
+    }
+    Ok(results.into_iter().flatten().collect())
 }
 
 /// The machine code of a variant: kept, or assembled and kept.

@@ -260,8 +260,7 @@ pub mod attention {
         zeros
     }
 
-    /// One block of 256 keys, or a few, for the queries of one kv head of one group of rows. With `FUSE` = 1
-    /// the last worker to finish folds the blocks, and `tickets` holds a zero for every kv head and group.
+    /// One block of 256 keys, or a few, for the queries of one kv head of one group of rows.
     /// Grid: (workers over blocks, kv heads, groups).
     #[cutile::entry(unchecked_accesses = true)]
     unsafe fn attend_split<
@@ -271,10 +270,7 @@ pub mod attention {
         const PAGE: i32,
         const LATENCY: i32,
         const INT8: i32,
-        const FUSE: i32,
     >(
-        out: *mut E,
-        tickets: *mut i32,
         outputs: *mut f32,
         maxima: *mut f32,
         weights: *mut f32,
@@ -301,7 +297,7 @@ pub mod attention {
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
         let grid: (i32, i32, i32) = get_num_tile_blocks();
-        let free: Token = start();
+        let free: Token = start_small();
         let meta: i32 = pid.2 * 8;
         let kv_head: i32 = pid.1;
         let first_row: i32 = scalar_at(free, groups, meta);
@@ -367,7 +363,6 @@ pub mod attention {
         let number_of: Tile<i32, { [BQ, 1] }> =
             vector_numbers::<BQ, 1>(first_row, heads, kv_head, group);
         let first_slot: i32 = first_page * page_size / 256;
-        let mut stored: Token = free;
         for j in 0i32..turns {
             let block: i32 = turn + j * grid.0;
             let first: i32 = max(block * 4, low / 64);
@@ -466,129 +461,36 @@ pub mod attention {
                 + broadcast_scalar(slot, shape![BQ, D]);
             let to: Tile<i32, { [BQ, D] }> =
                 place * broadcast_scalar(head_dim, shape![BQ, D]) + lane;
-            stored = store_ptr_tko(
+            let _stored: Token = store_ptr_tko(
                 addresses(outputs, to),
                 o.transpose(),
                 ordering::Weak,
                 None::<scope::Device>,
                 Some(live),
-                Some(stored),
+                Some(free),
                 Latency::<0>,
             );
             let to: Tile<i32, { [BQ, 1] }> = number_of
                 * broadcast_scalar(block_slots, shape![BQ, 1])
                 + broadcast_scalar(slot, shape![BQ, 1]);
-            stored = store_ptr_tko(
+            let _stored: Token = store_ptr_tko(
                 addresses(maxima, to),
                 m.reshape(shape![BQ, 1]),
                 ordering::Weak,
                 None::<scope::Device>,
                 Some(there),
-                Some(stored),
+                Some(free),
                 Latency::<0>,
             );
-            stored = store_ptr_tko(
+            let _stored: Token = store_ptr_tko(
                 addresses(weights, to),
                 total.reshape(shape![BQ, 1]),
                 ordering::Weak,
                 None::<scope::Device>,
                 Some(there),
-                Some(stored),
+                Some(free),
                 Latency::<0>,
             );
-        }
-        if FUSE == 1 {
-            if turns > 0 {
-                let base: PointerTile<*mut i32, { [] }> = pointer_to_tile(tickets);
-                let ticket: PointerTile<*mut i32, { [] }> = base.offset(pid.2 * kv_heads + kv_head);
-                let one: Tile<i32, { [] }> = constant(1i32, shape![]);
-                let (old, taken): (Tile<i32, { [] }>, Token) = atomic_rmw_tko(
-                    ticket,
-                    one,
-                    atomic::Add,
-                    ordering::AcqRel,
-                    scope::Device,
-                    None,
-                    Some(stored),
-                );
-                let old: i32 = tile_to_scalar(old);
-                if old == min(grid.0, last_block - low / 256) - 1 {
-                    let zero: Tile<i32, { [] }> = constant(0i32, shape![]);
-                    let _reset: Token = store_ptr_tko(
-                        ticket,
-                        zero,
-                        ordering::Weak,
-                        None::<scope::Device>,
-                        None,
-                        Some(taken),
-                        Latency::<0>,
-                    );
-                    let mut m: Tile<f32, { [BQ, 1] }> = constant(-1.0e30f32, shape![BQ, 1]);
-                    let mut l: Tile<f32, { [BQ, 1] }> = constant(0.0f32, shape![BQ, 1]);
-                    let mut o: Tile<f32, { [BQ, D] }> = constant(0.0f32, shape![BQ, D]);
-                    for block in (low / 256)..last_block {
-                        let slot: i32 = block - first_slot;
-                        let at: Tile<i32, { [BQ, 1] }> = number_of
-                            * broadcast_scalar(block_slots, shape![BQ, 1])
-                            + broadcast_scalar(slot, shape![BQ, 1]);
-                        let (m_block, _t): (Tile<f32, { [BQ, 1] }>, Token) = load_ptr_tko(
-                            addresses(maxima, at),
-                            ordering::Weak,
-                            None::<scope::Device>,
-                            Some(there),
-                            None,
-                            Some(taken),
-                            Latency::<0>,
-                        );
-                        let (l_block, _t): (Tile<f32, { [BQ, 1] }>, Token) = load_ptr_tko(
-                            addresses(weights, at),
-                            ordering::Weak,
-                            None::<scope::Device>,
-                            Some(there),
-                            None,
-                            Some(taken),
-                            Latency::<0>,
-                        );
-                        let place: Tile<i32, { [BQ, D] }> = vector
-                            * broadcast_scalar(block_slots, shape![BQ, D])
-                            + broadcast_scalar(slot, shape![BQ, D]);
-                        let from: Tile<i32, { [BQ, D] }> =
-                            place * broadcast_scalar(head_dim, shape![BQ, D]) + lane;
-                        let (o_block, _t): (Tile<f32, { [BQ, D] }>, Token) = load_ptr_tko(
-                            addresses(outputs, from),
-                            ordering::Weak,
-                            None::<scope::Device>,
-                            Some(live),
-                            None,
-                            Some(taken),
-                            Latency::<0>,
-                        );
-                        let top: Tile<f32, { [BQ, 1] }> = max_tile(m, m_block);
-                        let old: Tile<f32, { [BQ, 1] }> = exp2(m - top, ftz::Disabled);
-                        let new: Tile<f32, { [BQ, 1] }> = exp2(m_block - top, ftz::Disabled);
-                        l = fma(l_block, new, l * old, rounding::NearestEven, ftz::Disabled);
-                        o = fma(
-                            o_block,
-                            new.broadcast(shape![BQ, D]),
-                            o * old.broadcast(shape![BQ, D]),
-                            rounding::NearestEven,
-                            ftz::Disabled,
-                        );
-                        m = top;
-                    }
-                    let result: Tile<E, { [BQ, D] }> =
-                        convert_tile(true_div(o, l.broadcast(shape![BQ, D])));
-                    let _stored: Token = store_ptr_tko(
-                        addresses(out, offsets),
-                        result,
-                        ordering::Weak,
-                        None::<scope::Device>,
-                        Some(live),
-                        Some(taken),
-                        Latency::<0>,
-                    );
-                }
-            }
         }
     }
 
@@ -608,7 +510,7 @@ pub mod attention {
         block_slots: i32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
-        let free: Token = start();
+        let free: Token = start_small();
         let meta: i32 = pid.1 * 4;
         let position: i32 = scalar_at(free, row_meta, meta);
         let end: i32 = scalar_at(free, row_meta, meta + 1);

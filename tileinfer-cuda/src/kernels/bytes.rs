@@ -33,11 +33,15 @@ pub mod bytes {
         let most: Tile<f32, { [R, 1] }> = constant(32258.0f32, shape![R, 1]);
         let largest: Tile<f32, { [R, 1] }> = bitcast(top);
         let largest: Tile<f32, { [R, 1] }> = select(usual, largest, one);
-        let levels: Tile<f32, { [R, 1] }> = true_div(most, largest);
+        let levels: Tile<f32, { [R, 1] }> =
+            divf(most, largest, rounding::NearestEven, ftz::Disabled);
         let nan: Tile<i32, { [R, 1] }> = constant(0x7fc0_0000i32, shape![R, 1]);
         let nan: Tile<f32, { [R, 1] }> = bitcast(nan);
-        let scale: Tile<f32, { [R, 1] }> =
-            select(usual, true_div(largest, most), select(finite, one, nan));
+        let scale: Tile<f32, { [R, 1] }> = select(
+            usual,
+            divf(largest, most, rounding::NearestEven, ftz::Disabled),
+            select(finite, one, nan),
+        );
 
         // Adding and taking away 1.5 * 2^23 rounds to the nearest integer, ties to even.
         let magic: Tile<f32, { [R, W] }> = constant(12582912.0f32, shape![R, W]);
@@ -106,8 +110,11 @@ pub mod bytes {
         let nan: Tile<i32, { [R, 1] }> = constant(0x7fc0_0000i32, shape![R, 1]);
         let nan: Tile<f32, { [R, 1] }> = bitcast(nan);
         let largest: Tile<f32, { [R, 1] }> = bitcast(top);
-        let scale: Tile<f32, { [R, 1] }> =
-            select(gt_tile(top, zero), true_div(largest, levels), one);
+        let scale: Tile<f32, { [R, 1] }> = select(
+            gt_tile(top, zero),
+            divf(largest, levels, rounding::NearestEven, ftz::Disabled),
+            one,
+        );
         select(lt_tile(top, infinite), scale, nan)
     }
 
@@ -121,7 +128,12 @@ pub mod bytes {
         let least: Tile<f32, { [R, C] }> = constant(-127.0f32, shape![R, C]);
         let nothing: Tile<f32, { [R, C] }> = constant(0.0f32, shape![R, C]);
         let live: Tile<bool, { [R, 1] }> = eq_tile(scale, scale);
-        let x: Tile<f32, { [R, C] }> = true_div(x, scale.broadcast(shape![R, C]));
+        let x: Tile<f32, { [R, C] }> = divf(
+            x,
+            scale.broadcast(shape![R, C]),
+            rounding::NearestEven,
+            ftz::Disabled,
+        );
         let x: Tile<f32, { [R, C] }> = select(live.broadcast(shape![R, C]), x, nothing);
         let x: Tile<f32, { [R, C] }> = (max_tile(min_tile(x, most), least) + magic) - magic;
         let x: Tile<i32, { [R, C] }> = convert_tile(x);

@@ -103,7 +103,7 @@ kernels! {
     SPLIT_NORM_ROPE_STORE = rope::split_norm_rope_store(queries keys values key_bytes value_bytes qkv head_dim; key_scales value_scales factors);
     ROTATE = rope::rotate(x head_dim; );
     STORE = rope::store(pool bytes x head_dim; scales factors);
-    ATTEND_SPLIT = attention::attend_split(queries head_dim; out tickets outputs keys values key_bytes value_bytes key_scales value_scales factors);
+    ATTEND_SPLIT = attention::attend_split(queries head_dim; outputs keys values key_bytes value_bytes key_scales value_scales factors);
     FOLD = attention::fold(out head_dim; outputs);
     ATTEND_WHOLE = attention::attend_whole(out queries head_dim; keys values key_bytes value_bytes key_scales value_scales factors);
     ARGMAX_PARTS = sample::argmax_parts(vocab; logits);

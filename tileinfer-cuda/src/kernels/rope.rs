@@ -162,8 +162,18 @@ pub mod rope {
                     Latency::<0>,
                 );
                 let ones: Tile<f32, { [HB, P] }> = constant(1.0f32, shape![HB, P]);
-                a = true_div(a, select(live, fa, ones));
-                b = true_div(b, select(live, fb, ones));
+                a = divf(
+                    a,
+                    select(live, fa, ones),
+                    rounding::NearestEven,
+                    ftz::Disabled,
+                );
+                b = divf(
+                    b,
+                    select(live, fb, ones),
+                    rounding::NearestEven,
+                    ftz::Disabled,
+                );
             }
             let scale: Tile<f32, { [HB, 1] }> = vector_scales::<HB, P>(a, b);
             let a: Tile<i8, { [HB, P] }> = rounded::<HB, P>(a, scale);
@@ -274,7 +284,7 @@ pub mod rope {
         eps: f32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
-        let free: Token = start();
+        let free: Token = start_small();
         let row: i32 = pid.1;
         let position: i32 = scalar_at(free, positions, row);
         let width: i32 = (heads + 2 * kv_heads) * head_dim;
@@ -387,7 +397,7 @@ pub mod rope {
         head_dim: i32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
-        let free: Token = start();
+        let free: Token = start_small();
         let position: i32 = scalar_at(free, positions, pid.1);
         let first: i32 = pid.0 * HB;
         let scale: f32 = scale_at(free, query_scale, position, scaled);
@@ -436,7 +446,7 @@ pub mod rope {
         page_size: i32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
-        let free: Token = start();
+        let free: Token = start_small();
         let slot: i32 = scalar_at(free, slots, pid.1);
         let page: i32 = slot / page_size;
         let offset: i32 = slot % page_size;

@@ -64,9 +64,9 @@ pub mod views {
         values.reshape(shape![1, BN])
     }
 
-    /// Lets the next kernel begin to start, then waits for the kernels before this one and what they wrote:
-    /// every access to memory is ordered after the token. Kernels of one step follow each other closely, so
-    /// that the start of one hides behind the end of the one before it.
+    /// Waits for the kernels before this one and what they wrote, then lets the next kernel begin to start: every
+    /// access to memory is ordered after the token. Kernels of one step follow each other closely, so that the
+    /// start of one hides behind the end of the one before it.
     ///
     /// # Safety
     /// The first thing in every kernel: what comes after a kernel relies on all before it being done.
@@ -74,6 +74,17 @@ pub mod views {
         let ready: Token = gdc_wait_tko(None);
         let signalled: Token = gdc_launch_dependents_tko(Some(ready));
         signalled
+    }
+
+    /// [`start`] for kernels that take little of the device: the next one may begin to start before this one's
+    /// wait is over, so that it fetches weights meanwhile. It waits for this one all the same.
+    ///
+    /// # Safety
+    /// As for [`start`].
+    pub unsafe fn start_small() -> Token {
+        let signalled: Token = gdc_launch_dependents_tko(None);
+        let ready: Token = gdc_wait_tko(Some(signalled));
+        ready
     }
 
     /// The number at `base[index]`.

@@ -471,12 +471,6 @@ pub trait Backend: Send + Sized + 'static {
         false
     }
 
-    /// A recording serves steps of the class it was made for, where launches depend on more of a step than
-    /// how many rows and spans it has: how long its sequences are, say.
-    fn graph_class(&self, _layout: &StepLayout) -> usize {
-        0
-    }
-
     /// Records what `body` launches, without running it.
     fn capture(&self, _body: &mut dyn FnMut() -> Result<()>) -> Result<Self::Graph> {
         Err(Error::Bug(format!("{} cannot record steps", self.name())))

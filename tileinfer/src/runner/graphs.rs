@@ -22,8 +22,6 @@ struct Shape {
     wanted: usize,
     /// Which of the two step buffers holds the layout.
     second: bool,
-    /// [`Backend::graph_class`](crate::backend::Backend::graph_class) of the step.
-    class: usize,
 }
 
 /// What to do with a step.
@@ -70,19 +68,12 @@ impl<G> Graphs<G> {
         }
     }
 
-    /// What to do with a step of `layout` and of a `class` in the first or the `second` step buffer, where
-    /// shared buffers have moved `moves` times so far: recordings hold addresses, so those made before the last
-    /// move are dropped.
+    /// What to do with a step of `layout` in the first or the `second` step buffer, where shared buffers have
+    /// moved `moves` times so far: recordings hold addresses, so those made before the last move are dropped.
     ///
     /// The first step of a shape is launched, which loads its kernels and makes its scratch; the second is
     /// recorded, so that a shape that never comes again costs nothing.
-    pub(super) fn plan(
-        &mut self,
-        layout: &StepLayout,
-        class: usize,
-        second: bool,
-        moves: usize,
-    ) -> Plan<'_, G> {
+    pub(super) fn plan(&mut self, layout: &StepLayout, second: bool, moves: usize) -> Plan<'_, G> {
         if self.moves != moves {
             self.shapes.clear();
             self.moves = moves;
@@ -98,7 +89,6 @@ impl<G> Graphs<G> {
             spans,
             wanted: layout.wanted.len(),
             second,
-            class,
         };
         self.current = Some(shape);
         self.steps += 1;
@@ -155,7 +145,6 @@ mod tests {
     struct Counting {
         graphs: Graphs<usize>,
         recorded: usize,
-        class: usize,
     }
 
     impl Counting {
@@ -163,13 +152,12 @@ mod tests {
             Counting {
                 graphs: Graphs::new(on),
                 recorded: 0,
-                class: 0,
             }
         }
 
         /// The recording that a step replays, none if it is launched.
         fn step(&mut self, layout: &StepLayout, second: bool, moves: usize) -> Option<usize> {
-            match self.graphs.plan(layout, self.class, second, moves) {
+            match self.graphs.plan(layout, second, moves) {
                 Plan::Launch => None,
                 Plan::Replay(&graph) => Some(graph),
                 Plan::Record => {
@@ -207,17 +195,6 @@ mod tests {
             for (i, (layout, second)) in shapes.iter().enumerate() {
                 assert_eq!(steps.step(layout, *second, 0), Some(i), "turn {turn}");
             }
-        }
-    }
-
-    #[test]
-    fn steps_of_another_class_have_recordings_of_their_own() {
-        let mut steps = Counting::new(true);
-        let one = layout(&[1], 1);
-        let turns = [(0, None), (0, Some(0)), (1, None), (1, Some(1)), (0, Some(0)), (1, Some(1))];
-        for (class, recording) in turns {
-            steps.class = class;
-            assert_eq!(steps.step(&one, false, 0), recording, "class {class}");
         }
     }
 
@@ -306,10 +283,10 @@ mod tests {
     fn a_recording_that_failed_is_tried_again() {
         let mut graphs = Graphs::<usize>::new(true);
         let one = layout(&[1], 1);
-        assert_eq!(graphs.plan(&one, 0, false, 0), Plan::Launch);
-        assert_eq!(graphs.plan(&one, 0, false, 0), Plan::Record);
-        assert_eq!(graphs.plan(&one, 0, false, 0), Plan::Record);
+        assert_eq!(graphs.plan(&one, false, 0), Plan::Launch);
+        assert_eq!(graphs.plan(&one, false, 0), Plan::Record);
+        assert_eq!(graphs.plan(&one, false, 0), Plan::Record);
         assert_eq!(graphs.keep(5), Some(&5));
-        assert_eq!(graphs.plan(&one, 0, false, 0), Plan::Replay(&5));
+        assert_eq!(graphs.plan(&one, false, 0), Plan::Replay(&5));
     }
 }

@@ -167,8 +167,7 @@ impl<B: Backend> ModelRunner<B> {
             }
         }
         let (backend, model, pages) = (&self.backend, &self.model, &mut self.pages);
-        let class = backend.graph_class(layout);
-        match self.graphs.plan(layout, class, self.second, ws.moves()) {
+        match self.graphs.plan(layout, self.second, ws.moves()) {
             Plan::Launch => forward(backend, model, pages, ws)?,
             Plan::Replay(graph) => backend.replay(graph)?,
             Plan::Record => {
