@@ -805,27 +805,31 @@ impl Backend for CudaBackend {
                 .download(memory.address() + first as Address, &mut read)?;
             Ok::<_, Error>(read)
         };
-        let bytes = head_dim * self.page_value_bytes(pages);
-        let read = |memory: &Memory| download(memory, vector * bytes, bytes);
-        let (keys, values) = (read(&pages.keys)?, read(&pages.values)?);
         let Some(int8) = &pages.int8 else {
-            return Ok((decoded(self.kind, &keys), decoded(self.kind, &values)));
+            let bytes = head_dim * self.kind.bytes();
+            let read = |memory: &Memory| {
+                let read = download(memory, vector * bytes, bytes)?;
+                Ok::<_, Error>(decoded(self.kind, &read))
+            };
+            return Ok((read(&pages.keys)?, read(&pages.values)?));
         };
         let floats = |memory: &Memory, first: usize, count: usize| {
             let read = download(memory, first * 4, count * 4)?;
             Ok::<_, Error>(decoded(Type::F32, &read))
         };
-        let worth = |bytes: &[u8], scale: f32| -> Vec<f32> {
-            let values = bytes.iter().map(|&byte| f32::from(byte.cast_signed()));
-            values.map(|value| scale * value).collect()
-        };
-        let mut keys = worth(&keys, floats(&int8.key_scales, vector, 1)?[0]);
+        let worth = |byte: u8, scale: f32| scale * f32::from(byte.cast_signed());
+        let key_scale = floats(&int8.key_scales, vector, 1)?[0];
         let factors = floats(&int8.factors, kv_head * head_dim, head_dim)?;
-        keys.iter_mut()
-            .zip(factors)
-            .for_each(|(key, factor)| *key *= factor);
-        let values = worth(&values, floats(&int8.value_scales, vector, 1)?[0]);
-        Ok((keys, values))
+        let keys = download(&pages.keys, vector * head_dim, head_dim)?;
+        let keys = keys.iter().zip(factors);
+        let keys = keys.map(|(&byte, factor)| factor * worth(byte, key_scale));
+        // Of values the slots of a channel lie beside each other.
+        let value_scale = floats(&int8.value_scales, vector, 1)?[0];
+        let block = (vector - offset) * head_dim;
+        let values = download(&pages.values, block, page_size * head_dim)?;
+        let values = values[offset..].iter().step_by(page_size);
+        let values = values.map(|&byte| worth(byte, value_scale));
+        Ok((keys.collect(), values.collect()))
     }
 
     fn alloc_step(&self, rows: usize, spans: usize, table_width: usize) -> Result<CudaStep> {
@@ -1175,7 +1179,8 @@ impl Backend for CudaBackend {
         let (array, whole) = if longest * group <= tiles[0].queries && head_dim > 16 {
             (0, false)
         } else if enough || scratch > SPLIT_SCRATCH {
-            (2, true)
+            // With bytes as many queries again are in a block's registers.
+            (if pages.int8.is_some() { 1 } else { 2 }, true)
         } else {
             (1, false)
         };

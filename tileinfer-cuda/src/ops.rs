@@ -321,24 +321,45 @@ pub struct AttentionTile {
     pub latency: i32,
 }
 
-/// An attention kernel for heads of `head_dim`.
+/// The kernels of attention: keys split over blocks, keys whole.
+fn attention_kernels(kind: Type, int8: bool) -> [&'static kernels::Kernel; 2] {
+    match (kind, int8) {
+        (Type::Bf16, true) => [&kernels::ATTEND_SPLIT_INT8, &kernels::ATTEND_WHOLE_INT8],
+        _ => [&kernels::ATTEND_SPLIT, &kernels::ATTEND_WHOLE],
+    }
+}
+
+/// How attention works out heads of `head_dim`: with its keys `whole` or split over blocks.
 pub fn attention_variant(
-    kernel: &'static kernels::Kernel,
     kind: Type,
+    whole: bool,
     tile: AttentionTile,
     head_dim: usize,
     page_size: usize,
     int8: bool,
 ) -> Variant {
-    let aligned = head_dim.is_multiple_of(8);
-    let width = head_dim.next_power_of_two().max(16) as i32;
-    if std::ptr::eq(kernel, &kernels::FOLD) {
-        return Variant::new(kernel, &[kind], &[width, 0]).aligned(aligned);
-    }
+    let kernel = attention_kernels(kind, int8)[usize::from(whole)];
     let page = if page_size == PAGE { PAGE as i32 } else { 0 };
-    let sizes = [tile.queries as i32, width, page, tile.latency, int8.into()];
-    let variant = Variant::new(kernel, &[kind], &sizes);
-    variant.hints(tile.warps, tile.occupancy).aligned(aligned)
+    let queries = tile.queries as i32;
+    let last = match (kind, int8) {
+        (Type::Bf16, true) => 2 * queries,
+        _ => i32::from(int8),
+    };
+    let sizes = [queries, head_width(head_dim), page, tile.latency, last];
+    Variant::new(kernel, &[kind], &sizes)
+        .hints(tile.warps, tile.occupancy)
+        .aligned(head_dim.is_multiple_of(8))
+}
+
+/// The kernel that folds what split attention leaves.
+pub fn fold_variant(kind: Type, head_dim: usize) -> Variant {
+    Variant::new(&kernels::FOLD, &[kind], &[head_width(head_dim), 0])
+        .aligned(head_dim.is_multiple_of(8))
+}
+
+/// The tile's width for a head.
+fn head_width(head_dim: usize) -> i32 {
+    head_dim.next_power_of_two().max(16) as i32
 }
 
 /// Tiles of attention for kv heads that a `group` of query heads shares: for few query vectors and for more,
@@ -752,8 +773,8 @@ impl Ops {
         self.launch(&variant, [heads.div_ceil(HEADS), step.rows, 1], &arguments)
     }
 
-    /// Writes rows of kv heads to their slots of one pool; to int8 where there are scales, divided by `factors`
-    /// if there are any.
+    /// Writes rows of kv heads to their slots of one pool; to int8 where there are scales: keys, divided by their
+    /// `factors`, or values, which have none.
     pub fn store(
         &self,
         pool: Rows,
@@ -769,6 +790,7 @@ impl Ops {
             pool.scales.into(),
             factors.unwrap_or(0).into(),
             i32::from(factors.is_some()).into(),
+            i32::from(factors.is_none()).into(),
             x.into(),
             step.slots.into(),
             kv_heads.into(),
@@ -797,9 +819,8 @@ impl Ops {
         whole: bool,
     ) -> Result<()> {
         let (head_dim, page_size) = (plan.head_dim, plan.page_size);
-        let variant = |kernel| {
-            attention_variant(kernel, kind, groups.tile, head_dim, page_size, pools.int8())
-        };
+        let variant =
+            attention_variant(kind, whole, groups.tile, head_dim, page_size, pools.int8());
         // exp2 in the kernel: the factor of the natural exponent goes into the scale.
         let scale = (f64::from(plan.scale) * std::f64::consts::LOG2_E) as f32;
         let shape = [
@@ -814,11 +835,17 @@ impl Ops {
             plan.window.min(1 << 30).into(),
         ];
         let lists = [step.tables, groups.address].map(Argument::from);
-        let sources = [&[queries.into()], &pools.arguments()[..], &lists].concat();
+        let all = pools.arguments();
+        let pools = match kind {
+            // What works on bytes takes nothing else.
+            Type::Bf16 if pools.int8() => &all[2..],
+            _ => &all[..],
+        };
+        let sources = [&[queries.into()], pools, &lists].concat();
         if whole {
             let arguments = [&[out.into()], &sources[..], &shape].concat();
             let grid = [groups.count, plan.kv_heads, 1];
-            return self.launch(&variant(&kernels::ATTEND_WHOLE), grid, &arguments);
+            return self.launch(&variant, grid, &arguments);
         }
         let vectors = step.rows * plan.heads * plan.block_slots;
         let numbers = vectors.next_multiple_of(64);
@@ -832,7 +859,7 @@ impl Ops {
             .div_ceil(plan.kv_heads * groups.count.max(1))
             .min(plan.blocks.max(1));
         let grid = [workers, plan.kv_heads, groups.count];
-        self.launch(&variant(&kernels::ATTEND_SPLIT), grid, &arguments)?;
+        self.launch(&variant, grid, &arguments)?;
         let arguments = [
             out.into(),
             scratch.into(),
@@ -847,7 +874,7 @@ impl Ops {
             plan.block_slots.into(),
         ];
         let grid = [plan.heads, step.rows, 1];
-        self.launch(&variant(&kernels::FOLD), grid, &arguments)
+        self.launch(&fold_variant(kind, head_dim), grid, &arguments)
     }
 
     /// Bytes of scratch that split attention needs.
@@ -980,14 +1007,14 @@ pub fn catalog() -> Vec<Variant> {
                 .filter(|&(size, _)| size == PAGE || head_dim <= 128)
             {
                 let variant =
-                    |kernel, tile| attention_variant(kernel, kind, tile, head_dim, page_size, int8);
+                    |whole, tile| attention_variant(kind, whole, tile, head_dim, page_size, int8);
                 all.extend([
-                    variant(&kernels::ATTEND_SPLIT, few),
-                    variant(&kernels::ATTEND_SPLIT, more),
-                    variant(&kernels::FOLD, few),
-                    variant(&kernels::ATTEND_WHOLE, many),
+                    variant(false, few),
+                    variant(false, more),
+                    variant(true, if int8 { more } else { many }),
                 ]);
             }
+            all.push(fold_variant(kind, head_dim));
         }
     }
     for vocab in [4096, 49152, 65536, 131_072, 151_936, 262_144] {
@@ -1108,7 +1135,7 @@ pub fn sweep_catalog() -> Vec<Variant> {
     let linears = plans.map(|plan| plan.variant);
     let attention = sweep_tiles()
         .into_iter()
-        .map(|tile| attention_variant(&kernels::ATTEND_WHOLE, Type::Bf16, tile, 128, PAGE, false));
+        .map(|tile| attention_variant(Type::Bf16, true, tile, 128, PAGE, false));
     linears.chain(attention).collect()
 }
 
@@ -1189,16 +1216,14 @@ mod tests {
                     has(head_variant(kernel, kind, head_dim, int8));
                 }
                 let [few, more, many] = attention_tiles(kind, heads / kv_heads);
-                for (kernel, tile) in [
-                    (&kernels::ATTEND_SPLIT, few),
-                    (&kernels::ATTEND_SPLIT, more),
-                    (&kernels::FOLD, few),
-                    (&kernels::ATTEND_WHOLE, many),
-                ] {
-                    for int8 in [false, true] {
-                        has(attention_variant(kernel, kind, tile, head_dim, PAGE, int8));
-                    }
+                for int8 in [false, true] {
+                    let variant =
+                        |whole, tile| attention_variant(kind, whole, tile, head_dim, PAGE, int8);
+                    has(variant(false, few));
+                    has(variant(false, more));
+                    has(variant(true, if int8 { more } else { many }));
                 }
+                has(fold_variant(kind, head_dim));
             }
             has(argmax_parts_variant(vocab));
             has(argmax_variant(vocab));

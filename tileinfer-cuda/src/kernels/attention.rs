@@ -20,7 +20,7 @@ pub mod attention {
     ///
     /// # Safety
     /// As for the entry points below.
-    unsafe fn load_queries<E: ElementType, const BQ: i32, const D: i32>(
+    pub unsafe fn load_queries<E: ElementType, const BQ: i32, const D: i32>(
         free: Token,
         queries: *mut E,
         offsets: Tile<i32, { [BQ, D] }>,
@@ -40,7 +40,7 @@ pub mod attention {
     }
 
     /// Of each query vector of a group, which of all `[rows, heads]` vectors it is.
-    fn vector_numbers<const BQ: i32, const C: i32>(
+    pub fn vector_numbers<const BQ: i32, const C: i32>(
         first_row: i32,
         heads: i32,
         kv_head: i32,
@@ -57,19 +57,11 @@ pub mod attention {
 
     /// Keys or values of 64 positions from `first` on, `[64, D]`. With pages of 64 that is one page's block;
     /// with others (`PAGE` = 0) each vector is fetched by itself, and those outside `low .. high` are zero.
-    /// Those of an int8 cache (`INT8` = 1) come from `bytes`, without their scales.
     ///
     /// # Safety
     /// As for the entry points below.
-    unsafe fn load_page<
-        E: ElementType,
-        const D: i32,
-        const PAGE: i32,
-        const LATENCY: i32,
-        const INT8: i32,
-    >(
+    pub unsafe fn load_page<E: ElementType, const D: i32, const PAGE: i32, const LATENCY: i32>(
         pool: *mut E,
-        bytes: *mut i8,
         table: *mut i32,
         table_start: i32,
         first: i32,
@@ -85,22 +77,12 @@ pub mod attention {
         let mut result: Tile<E, { [64, D] }> = constant(E::ZERO, shape![64, D]);
         if PAGE == 64 {
             let page: i32 = scalar_at(free, table, table_start + first / 64);
-            if INT8 == 1 {
-                let view: Tensor<i8, { [-1, -1, -1] }> =
-                    page_pool(bytes, pages * kv_heads, 64i32, head_dim, free);
-                let part: Partition<i8, { [1, 64, D] }> = view.partition(shape![1, 64, D]);
-                let block: Tile<i8, { [1, 64, D] }> =
-                    part.load_pipelined::<LATENCY>([page * kv_heads + kv_head, 0i32, 0i32]);
-                let block: Tile<i8, { [64, D] }> = block.reshape(shape![64, D]);
-                result = widened::<E, 64, D>(block);
-            } else {
-                let view: Tensor<E, { [-1, -1, -1] }> =
-                    page_pool(pool, pages * kv_heads, 64i32, head_dim, free);
-                let part: Partition<E, { [1, 64, D] }> = view.partition(shape![1, 64, D]);
-                let block: Tile<E, { [1, 64, D] }> =
-                    part.load_pipelined::<LATENCY>([page * kv_heads + kv_head, 0i32, 0i32]);
-                result = block.reshape(shape![64, D]);
-            }
+            let view: Tensor<E, { [-1, -1, -1] }> =
+                page_pool(pool, pages * kv_heads, 64i32, head_dim, free);
+            let part: Partition<E, { [1, 64, D] }> = view.partition(shape![1, 64, D]);
+            let block: Tile<E, { [1, 64, D] }> =
+                part.load_pipelined::<LATENCY>([page * kv_heads + kv_head, 0i32, 0i32]);
+            result = block.reshape(shape![64, D]);
         } else {
             let key: Tile<i32, { [64, D] }> =
                 row_numbers::<64, D>() + broadcast_scalar(first, shape![64, D]);
@@ -120,30 +102,137 @@ pub mod attention {
             );
             let at: Tile<i32, { [64, D] }> =
                 vector * broadcast_scalar(head_dim, shape![64, D]) + lane;
-            if INT8 == 1 {
-                let (vectors, _t): (Tile<i8, { [64, D] }>, Token) = load_ptr_tko(
-                    addresses(bytes, at),
-                    ordering::Weak,
-                    None::<scope::Device>,
-                    Some(seen),
-                    None,
-                    Some(free),
-                    Latency::<0>,
-                );
-                let values: Tile<E, { [64, D] }> = widened::<E, 64, D>(vectors);
-                result = select(seen, values, result);
-            } else {
-                let (vectors, _t): (Tile<E, { [64, D] }>, Token) = load_ptr_tko(
-                    addresses(pool, at),
-                    ordering::Weak,
-                    None::<scope::Device>,
-                    Some(seen),
-                    None,
-                    Some(free),
-                    Latency::<0>,
-                );
-                result = select(seen, vectors, result);
-            }
+            let (vectors, _t): (Tile<E, { [64, D] }>, Token) = load_ptr_tko(
+                addresses(pool, at),
+                ordering::Weak,
+                None::<scope::Device>,
+                Some(seen),
+                None,
+                Some(free),
+                Latency::<0>,
+            );
+            result = select(seen, vectors, result);
+        }
+        result
+    }
+
+    /// The same of the keys of an int8 cache, without their scales.
+    ///
+    /// # Safety
+    /// As for the entry points below.
+    pub unsafe fn load_key_bytes<const D: i32, const PAGE: i32, const LATENCY: i32>(
+        pool: *mut i8,
+        table: *mut i32,
+        table_start: i32,
+        first: i32,
+        low: i32,
+        high: i32,
+        page_size: i32,
+        pages: i32,
+        kv_heads: i32,
+        kv_head: i32,
+        head_dim: i32,
+        free: Token,
+    ) -> Tile<i8, { [64, D] }> {
+        let mut result: Tile<i8, { [64, D] }> = constant(0i8, shape![64, D]);
+        if PAGE == 64 {
+            let page: i32 = scalar_at(free, table, table_start + first / 64);
+            let view: Tensor<i8, { [-1, -1, -1] }> =
+                page_pool(pool, pages * kv_heads, 64i32, head_dim, free);
+            let part: Partition<i8, { [1, 64, D] }> = view.partition(shape![1, 64, D]);
+            let block: Tile<i8, { [1, 64, D] }> =
+                part.load_pipelined::<LATENCY>([page * kv_heads + kv_head, 0i32, 0i32]);
+            result = block.reshape(shape![64, D]);
+        } else {
+            let key: Tile<i32, { [64, D] }> =
+                row_numbers::<64, D>() + broadcast_scalar(first, shape![64, D]);
+            let lane: Tile<i32, { [64, D] }> = column_numbers::<64, D>();
+            let seen: Tile<bool, { [64, D] }> = ge_tile(key, broadcast_scalar(low, shape![64, D]))
+                & lt_tile(key, broadcast_scalar(high, shape![64, D]))
+                & lt_tile(lane, broadcast_scalar(head_dim, shape![64, D]));
+            let vector: Tile<i32, { [64, D] }> = vectors_of_keys::<64, D>(
+                table,
+                table_start,
+                key,
+                seen,
+                page_size,
+                kv_heads,
+                kv_head,
+                free,
+            );
+            let at: Tile<i32, { [64, D] }> =
+                vector * broadcast_scalar(head_dim, shape![64, D]) + lane;
+            let (vectors, _t): (Tile<i8, { [64, D] }>, Token) = load_ptr_tko(
+                addresses(pool, at),
+                ordering::Weak,
+                None::<scope::Device>,
+                Some(seen),
+                None,
+                Some(free),
+                Latency::<0>,
+            );
+            result = select(seen, vectors, result);
+        }
+        result
+    }
+
+    /// The same of its values, `[D, 64]`, as they lie there.
+    ///
+    /// # Safety
+    /// As for the entry points below.
+    pub unsafe fn load_value_bytes<const D: i32, const PAGE: i32, const LATENCY: i32>(
+        pool: *mut i8,
+        table: *mut i32,
+        table_start: i32,
+        first: i32,
+        low: i32,
+        high: i32,
+        page_size: i32,
+        pages: i32,
+        kv_heads: i32,
+        kv_head: i32,
+        head_dim: i32,
+        free: Token,
+    ) -> Tile<i8, { [D, 64] }> {
+        let mut result: Tile<i8, { [D, 64] }> = constant(0i8, shape![D, 64]);
+        if PAGE == 64 {
+            let page: i32 = scalar_at(free, table, table_start + first / 64);
+            let view: Tensor<i8, { [-1, -1, -1] }> =
+                page_pool(pool, pages * kv_heads, head_dim, 64i32, free);
+            let part: Partition<i8, { [1, D, 64] }> = view.partition(shape![1, D, 64]);
+            let block: Tile<i8, { [1, D, 64] }> =
+                part.load_pipelined::<LATENCY>([page * kv_heads + kv_head, 0i32, 0i32]);
+            result = block.reshape(shape![D, 64]);
+        } else {
+            let key: Tile<i32, { [D, 64] }> =
+                column_numbers::<D, 64>() + broadcast_scalar(first, shape![D, 64]);
+            let lane: Tile<i32, { [D, 64] }> = row_numbers::<D, 64>();
+            let seen: Tile<bool, { [D, 64] }> = ge_tile(key, broadcast_scalar(low, shape![D, 64]))
+                & lt_tile(key, broadcast_scalar(high, shape![D, 64]))
+                & lt_tile(lane, broadcast_scalar(head_dim, shape![D, 64]));
+            let vector: Tile<i32, { [D, 64] }> = vectors_of_keys::<D, 64>(
+                table,
+                table_start,
+                key,
+                seen,
+                page_size,
+                kv_heads,
+                kv_head,
+                free,
+            );
+            let size: Tile<i32, { [D, 64] }> = broadcast_scalar(page_size, shape![D, 64]);
+            let dims: Tile<i32, { [D, 64] }> = broadcast_scalar(head_dim, shape![D, 64]);
+            let at: Tile<i32, { [D, 64] }> = (vector / size * dims + lane) * size + vector % size;
+            let (vectors, _t): (Tile<i8, { [D, 64] }>, Token) = load_ptr_tko(
+                addresses(pool, at),
+                ordering::Weak,
+                None::<scope::Device>,
+                Some(seen),
+                None,
+                Some(free),
+                Latency::<0>,
+            );
+            result = select(seen, vectors, result);
         }
         result
     }
@@ -152,7 +241,7 @@ pub mod attention {
     ///
     /// # Safety
     /// As for the entry points below.
-    unsafe fn vectors_of_keys<const R: i32, const C: i32>(
+    pub unsafe fn vectors_of_keys<const R: i32, const C: i32>(
         table: *mut i32,
         table_start: i32,
         key: Tile<i32, { [R, C] }>,
@@ -184,7 +273,7 @@ pub mod attention {
     ///
     /// # Safety
     /// As for the entry points below.
-    unsafe fn load_scales<const R: i32, const C: i32>(
+    pub unsafe fn load_scales<const R: i32, const C: i32>(
         scales: *mut f32,
         table: *mut i32,
         table_start: i32,
@@ -225,13 +314,13 @@ pub mod attention {
     ///
     /// # Safety
     /// As for the entry points below.
-    unsafe fn unsmoothed<E: ElementType, const BQ: i32, const D: i32>(
+    pub unsafe fn unsmoothed<E: ElementType, const BQ: i32, const D: i32>(
         q: Tile<E, { [BQ, D] }>,
         factors: *mut f32,
         kv_head: i32,
         head_dim: i32,
         free: Token,
-    ) -> Tile<E, { [BQ, D] }> {
+    ) -> Tile<f32, { [BQ, D] }> {
         let lane: Tile<i32, { [1, D] }> = column_numbers::<1, D>();
         let inside: Tile<bool, { [1, D] }> =
             lt_tile(lane, broadcast_scalar(head_dim, shape![1, D]));
@@ -250,12 +339,11 @@ pub mod attention {
         let nothing: Tile<f32, { [1, D] }> = constant(0.0f32, shape![1, D]);
         let factor: Tile<f32, { [1, D] }> = select(inside, factor, nothing);
         let q: Tile<f32, { [BQ, D] }> = convert_tile(q);
-        let q: Tile<E, { [BQ, D] }> = convert_tile(q * factor.broadcast(shape![BQ, D]));
-        q
+        q * factor.broadcast(shape![BQ, D])
     }
 
     /// Zeros.
-    fn constant_like<const R: i32, const C: i32>() -> Tile<i32, { [R, C] }> {
+    pub fn constant_like<const R: i32, const C: i32>() -> Tile<i32, { [R, C] }> {
         let zeros: Tile<i32, { [R, C] }> = constant(0i32, shape![R, C]);
         zeros
     }
@@ -330,7 +418,7 @@ pub mod attention {
             vector * broadcast_scalar(head_dim, shape![BQ, D]) + lane;
         let mut q: Tile<E, { [BQ, D] }> = load_queries::<E, BQ, D>(free, queries, offsets, live);
         if INT8 == 1 {
-            q = unsmoothed::<E, BQ, D>(q, factors, kv_head, head_dim, free);
+            q = convert_tile(unsmoothed::<E, BQ, D>(q, factors, kv_head, head_dim, free));
         }
         let q: Tile<E, { [D, BQ] }> = q.transpose();
 
@@ -371,36 +459,70 @@ pub mod attention {
             let mut l: Tile<f32, { [64, BQ] }> = constant(0.0f32, shape![64, BQ]);
             let mut o: Tile<f32, { [D, BQ] }> = constant(0.0f32, shape![D, BQ]);
             for p in first..last {
-                let k: Tile<E, { [64, D] }> = load_page::<E, D, PAGE, LATENCY, INT8>(
-                    keys,
-                    key_bytes,
-                    tables,
-                    table_start,
-                    p * 64,
-                    low,
-                    high,
-                    page_size,
-                    pages,
-                    kv_heads,
-                    kv_head,
-                    head_dim,
-                    free,
-                );
-                let v: Tile<E, { [64, D] }> = load_page::<E, D, PAGE, LATENCY, INT8>(
-                    values,
-                    value_bytes,
-                    tables,
-                    table_start,
-                    p * 64,
-                    low,
-                    high,
-                    page_size,
-                    pages,
-                    kv_heads,
-                    kv_head,
-                    head_dim,
-                    free,
-                );
+                let mut k: Tile<E, { [64, D] }> = constant(E::ZERO, shape![64, D]);
+                let mut v: Tile<E, { [D, 64] }> = constant(E::ZERO, shape![D, 64]);
+                if INT8 == 1 {
+                    let bytes: Tile<i8, { [64, D] }> = load_key_bytes::<D, PAGE, LATENCY>(
+                        key_bytes,
+                        tables,
+                        table_start,
+                        p * 64,
+                        low,
+                        high,
+                        page_size,
+                        pages,
+                        kv_heads,
+                        kv_head,
+                        head_dim,
+                        free,
+                    );
+                    k = widened::<E, 64, D>(bytes);
+                    let bytes: Tile<i8, { [D, 64] }> = load_value_bytes::<D, PAGE, LATENCY>(
+                        value_bytes,
+                        tables,
+                        table_start,
+                        p * 64,
+                        low,
+                        high,
+                        page_size,
+                        pages,
+                        kv_heads,
+                        kv_head,
+                        head_dim,
+                        free,
+                    );
+                    v = widened::<E, D, 64>(bytes);
+                } else {
+                    k = load_page::<E, D, PAGE, LATENCY>(
+                        keys,
+                        tables,
+                        table_start,
+                        p * 64,
+                        low,
+                        high,
+                        page_size,
+                        pages,
+                        kv_heads,
+                        kv_head,
+                        head_dim,
+                        free,
+                    );
+                    let page: Tile<E, { [64, D] }> = load_page::<E, D, PAGE, LATENCY>(
+                        values,
+                        tables,
+                        table_start,
+                        p * 64,
+                        low,
+                        high,
+                        page_size,
+                        pages,
+                        kv_heads,
+                        kv_head,
+                        head_dim,
+                        free,
+                    );
+                    v = page.transpose();
+                }
                 let empty: Tile<f32, { [64, BQ] }> = constant(0.0f32, shape![64, BQ]);
                 let mut s: Tile<f32, { [64, BQ] }> = mma(k, q, empty);
                 let mut v_scale: Tile<f32, { [64, 1] }> = constant(1.0f32, shape![64, 1]);
@@ -448,7 +570,6 @@ pub mod attention {
                 if INT8 == 1 {
                     weight = convert_tile(e * v_scale.broadcast(shape![64, BQ]));
                 }
-                let v: Tile<E, { [D, 64] }> = v.transpose();
                 o = mma(v, weight, o * old.broadcast(shape![D, BQ]));
                 m = top;
             }
@@ -652,7 +773,7 @@ pub mod attention {
             vector * broadcast_scalar(head_dim, shape![BQ, D]) + lane;
         let mut q: Tile<E, { [BQ, D] }> = load_queries::<E, BQ, D>(free, queries, offsets, live);
         if INT8 == 1 {
-            q = unsmoothed::<E, BQ, D>(q, factors, kv_head, head_dim, free);
+            q = convert_tile(unsmoothed::<E, BQ, D>(q, factors, kv_head, head_dim, free));
         }
 
         // What each query sees.
@@ -682,36 +803,70 @@ pub mod attention {
             let mut l: Tile<f32, { [BQ, 16] }> = constant(0.0f32, shape![BQ, 16]);
             let mut o: Tile<f32, { [BQ, D] }> = constant(0.0f32, shape![BQ, D]);
             for p in first..last {
-                let k: Tile<E, { [64, D] }> = load_page::<E, D, PAGE, LATENCY, INT8>(
-                    keys,
-                    key_bytes,
-                    tables,
-                    table_start,
-                    p * 64,
-                    low,
-                    high,
-                    page_size,
-                    pages,
-                    kv_heads,
-                    kv_head,
-                    head_dim,
-                    free,
-                );
-                let v: Tile<E, { [64, D] }> = load_page::<E, D, PAGE, LATENCY, INT8>(
-                    values,
-                    value_bytes,
-                    tables,
-                    table_start,
-                    p * 64,
-                    low,
-                    high,
-                    page_size,
-                    pages,
-                    kv_heads,
-                    kv_head,
-                    head_dim,
-                    free,
-                );
+                let mut k: Tile<E, { [64, D] }> = constant(E::ZERO, shape![64, D]);
+                let mut v: Tile<E, { [64, D] }> = constant(E::ZERO, shape![64, D]);
+                if INT8 == 1 {
+                    let bytes: Tile<i8, { [64, D] }> = load_key_bytes::<D, PAGE, LATENCY>(
+                        key_bytes,
+                        tables,
+                        table_start,
+                        p * 64,
+                        low,
+                        high,
+                        page_size,
+                        pages,
+                        kv_heads,
+                        kv_head,
+                        head_dim,
+                        free,
+                    );
+                    k = widened::<E, 64, D>(bytes);
+                    let bytes: Tile<i8, { [D, 64] }> = load_value_bytes::<D, PAGE, LATENCY>(
+                        value_bytes,
+                        tables,
+                        table_start,
+                        p * 64,
+                        low,
+                        high,
+                        page_size,
+                        pages,
+                        kv_heads,
+                        kv_head,
+                        head_dim,
+                        free,
+                    );
+                    let bytes: Tile<E, { [D, 64] }> = widened::<E, D, 64>(bytes);
+                    v = bytes.transpose();
+                } else {
+                    k = load_page::<E, D, PAGE, LATENCY>(
+                        keys,
+                        tables,
+                        table_start,
+                        p * 64,
+                        low,
+                        high,
+                        page_size,
+                        pages,
+                        kv_heads,
+                        kv_head,
+                        head_dim,
+                        free,
+                    );
+                    v = load_page::<E, D, PAGE, LATENCY>(
+                        values,
+                        tables,
+                        table_start,
+                        p * 64,
+                        low,
+                        high,
+                        page_size,
+                        pages,
+                        kv_heads,
+                        kv_head,
+                        head_dim,
+                        free,
+                    );
+                }
                 let k: Tile<E, { [D, 64] }> = k.transpose();
                 let empty: Tile<f32, { [BQ, 64] }> = constant(0.0f32, shape![BQ, 64]);
                 let mut s: Tile<f32, { [BQ, 64] }> = mma(q, k, empty);

@@ -6,6 +6,88 @@ pub mod bytes {
     use super::super::views::views::*;
     use cutile::core::*;
 
+    /// The largest magnitude of each row, infinite or NaN if the row is.
+    pub fn largest<const R: i32, const C: i32>(x: Tile<f32, { [R, C] }>) -> Tile<f32, { [R, 1] }> {
+        // As bits without a sign numbers are in order, infinity after all of them and NaN after that.
+        let bits: Tile<i32, { [R, C] }> = bitcast(x);
+        let bits: Tile<i32, { [R, C] }> = bits & constant(0x7fff_ffffi32, shape![R, C]);
+        let top: Tile<i32, { [R] }> = reduce_max(bits, 1);
+        let top: Tile<i32, { [R, 1] }> = top.reshape(shape![R, 1]);
+        let top: Tile<f32, { [R, 1] }> = bitcast(top);
+        top
+    }
+
+    /// Whether a row with this largest magnitude is rounded; else all of it counts as zero.
+    pub fn is_usual<const R: i32>(top: Tile<f32, { [R, 1] }>) -> Tile<bool, { [R, 1] }> {
+        let bits: Tile<i32, { [R, 1] }> = bitcast(top);
+        let infinite: Tile<i32, { [R, 1] }> = constant(0x7f80_0000i32, shape![R, 1]);
+        // 2^-100.
+        let tiny: Tile<i32, { [R, 1] }> = constant(0x0d80_0000i32, shape![R, 1]);
+        let usual: Tile<bool, { [R, 1] }> = lt_tile(bits, infinite) & ge_tile(bits, tiny);
+        usual
+    }
+
+    /// What a rounded activation of 1 is worth in a row with this largest magnitude.
+    pub fn activation_scales<const R: i32>(top: Tile<f32, { [R, 1] }>) -> Tile<f32, { [R, 1] }> {
+        let bits: Tile<i32, { [R, 1] }> = bitcast(top);
+        let infinite: Tile<i32, { [R, 1] }> = constant(0x7f80_0000i32, shape![R, 1]);
+        let one: Tile<f32, { [R, 1] }> = constant(1.0f32, shape![R, 1]);
+        let most: Tile<f32, { [R, 1] }> = constant(32258.0f32, shape![R, 1]);
+        let nan: Tile<i32, { [R, 1] }> = constant(0x7fc0_0000i32, shape![R, 1]);
+        let nan: Tile<f32, { [R, 1] }> = bitcast(nan);
+        let other: Tile<f32, { [R, 1] }> = select(lt_tile(bits, infinite), one, nan);
+        let scale: Tile<f32, { [R, 1] }> = divf(top, most, rounding::NearestEven, ftz::Disabled);
+        select(is_usual::<R>(top), scale, other)
+    }
+
+    /// Rows as 16-bit integers, in i32.
+    pub fn integers<const R: i32, const C: i32>(
+        x: Tile<f32, { [R, C] }>,
+        top: Tile<f32, { [R, 1] }>,
+    ) -> Tile<i32, { [R, C] }> {
+        let usual: Tile<bool, { [R, 1] }> = is_usual::<R>(top);
+        let one: Tile<f32, { [R, 1] }> = constant(1.0f32, shape![R, 1]);
+        let most: Tile<f32, { [R, 1] }> = constant(32258.0f32, shape![R, 1]);
+        let levels: Tile<f32, { [R, 1] }> = divf(
+            most,
+            select(usual, top, one),
+            rounding::NearestEven,
+            ftz::Disabled,
+        );
+        // Adding and taking away 1.5 * 2^23 rounds to the nearest integer, ties to even.
+        let magic: Tile<f32, { [R, C] }> = constant(12582912.0f32, shape![R, C]);
+        let nearest: Tile<f32, { [R, C] }> = (x * levels.broadcast(shape![R, C]) + magic) - magic;
+        let nothing: Tile<f32, { [R, C] }> = constant(0.0f32, shape![R, C]);
+        let nearest: Tile<f32, { [R, C] }> =
+            select(usual.broadcast(shape![R, C]), nearest, nothing);
+        let v: Tile<i32, { [R, C] }> = convert_tile(nearest);
+        v
+    }
+
+    /// `hi` of integers `v = 254 hi + lo`.
+    pub fn high_part<const R: i32, const C: i32>(
+        v: Tile<i32, { [R, C] }>,
+    ) -> Tile<i32, { [R, C] }> {
+        // The division rounds down, as what it divides is never negative.
+        let half: Tile<i32, { [R, C] }> = constant(32639i32, shape![R, C]);
+        let by: Tile<i32, { [R, C] }> = constant(254i32, shape![R, C]);
+        let shift: Tile<i32, { [R, C] }> = constant(128i32, shape![R, C]);
+        (v + half) / by - shift
+    }
+
+    /// `hi` of all rows, then `lo` of all rows: `R2` is twice `R`.
+    pub fn two_bytes<const R: i32, const C: i32, const R2: i32>(
+        v: Tile<i32, { [R, C] }>,
+    ) -> Tile<i8, { [R2, C] }> {
+        let by: Tile<i32, { [R, C] }> = constant(254i32, shape![R, C]);
+        let high: Tile<i32, { [R, C] }> = high_part::<R, C>(v);
+        let low: Tile<i32, { [R, C] }> = v - high * by;
+        let high: Tile<i8, { [R, C] }> = trunci(high, overflow::NoSignedWrap);
+        let low: Tile<i8, { [R, C] }> = trunci(low, overflow::NoSignedWrap);
+        let both: Tile<i8, { [R2, C] }> = cat(high, low, 0i32);
+        both
+    }
+
     /// Writes block `block` of `R` rows as bytes, `hi` and `lo` one matrix behind the other, and their scales.
     ///
     /// # Safety
@@ -19,42 +101,11 @@ pub mod bytes {
         width: i32,
         free: Token,
     ) {
-        // As bits without a sign numbers are in order, infinity after all of them and NaN after that.
-        let bits: Tile<i32, { [R, W] }> = bitcast(x);
-        let bits: Tile<i32, { [R, W] }> = bits & constant(0x7fff_ffffi32, shape![R, W]);
-        let top: Tile<i32, { [R] }> = reduce_max(bits, 1);
-        let top: Tile<i32, { [R, 1] }> = top.reshape(shape![R, 1]);
-        let infinite: Tile<i32, { [R, 1] }> = constant(0x7f80_0000i32, shape![R, 1]);
-        // 2^-100.
-        let tiny: Tile<i32, { [R, 1] }> = constant(0x0d80_0000i32, shape![R, 1]);
-        let finite: Tile<bool, { [R, 1] }> = lt_tile(top, infinite);
-        let usual: Tile<bool, { [R, 1] }> = finite & ge_tile(top, tiny);
-        let one: Tile<f32, { [R, 1] }> = constant(1.0f32, shape![R, 1]);
-        let most: Tile<f32, { [R, 1] }> = constant(32258.0f32, shape![R, 1]);
-        let largest: Tile<f32, { [R, 1] }> = bitcast(top);
-        let largest: Tile<f32, { [R, 1] }> = select(usual, largest, one);
-        let levels: Tile<f32, { [R, 1] }> =
-            divf(most, largest, rounding::NearestEven, ftz::Disabled);
-        let nan: Tile<i32, { [R, 1] }> = constant(0x7fc0_0000i32, shape![R, 1]);
-        let nan: Tile<f32, { [R, 1] }> = bitcast(nan);
-        let scale: Tile<f32, { [R, 1] }> = select(
-            usual,
-            divf(largest, most, rounding::NearestEven, ftz::Disabled),
-            select(finite, one, nan),
-        );
-
-        // Adding and taking away 1.5 * 2^23 rounds to the nearest integer, ties to even.
-        let magic: Tile<f32, { [R, W] }> = constant(12582912.0f32, shape![R, W]);
-        let nearest: Tile<f32, { [R, W] }> = (x * levels.broadcast(shape![R, W]) + magic) - magic;
-        let nothing: Tile<f32, { [R, W] }> = constant(0.0f32, shape![R, W]);
-        let nearest: Tile<f32, { [R, W] }> =
-            select(usual.broadcast(shape![R, W]), nearest, nothing);
-        let v: Tile<i32, { [R, W] }> = convert_tile(nearest);
-        // The division rounds down, as what it divides is never negative.
-        let half: Tile<i32, { [R, W] }> = constant(32639i32, shape![R, W]);
+        let top: Tile<f32, { [R, 1] }> = largest::<R, W>(x);
+        let scale: Tile<f32, { [R, 1] }> = activation_scales::<R>(top);
+        let v: Tile<i32, { [R, W] }> = integers::<R, W>(x, top);
         let by: Tile<i32, { [R, W] }> = constant(254i32, shape![R, W]);
-        let shift: Tile<i32, { [R, W] }> = constant(128i32, shape![R, W]);
-        let high: Tile<i32, { [R, W] }> = (v + half) / by - shift;
+        let high: Tile<i32, { [R, W] }> = high_part::<R, W>(v);
         let low: Tile<i32, { [R, W] }> = v - high * by;
         let high: Tile<i8, { [R, W] }> = trunci(high, overflow::NoSignedWrap);
         let low: Tile<i8, { [R, W] }> = trunci(low, overflow::NoSignedWrap);
