@@ -219,33 +219,36 @@ fn linear_plan_of(
     }
 }
 
-/// The plan for `rows` rows of a weight `[n, k]`. Tiles from `gpu-check --sweep` on an H200, weights 6144,
-/// 4096 and 24576 x 4096 and 4096 x 12288.
+/// The plan for `rows` rows of a weight. Tiles from `gpu-check --sweep` on an H200 and from whole steps of a model
+/// of 8 billion (see the log).
 pub fn linear_plan(shape: &LinearShape) -> LinearPlan {
-    let few = |tokens, warps| few_plan(shape, [64, 128, tokens, 3], warps);
-    if shape.int8 {
+    let rows = shape.rows;
+    // Where multiprocessors have a block each, leave room for one of the next layer; else for three.
+    let (_, split_columns) = splits(shape.kind, shape.n, shape.k);
+    let blocks = shape.n.div_ceil(64) * shape.k.div_ceil(split_columns);
+    let together = if blocks > 2 * 132 { 3 } else { 2 };
+    match (shape.kind, shape.int8) {
         // A row is two rows of bytes.
-        return match shape.rows {
-            ..=8 => few_plan(shape, [64, 256, 8, 3], (4, 4)),
-            ..=16 => few_plan(shape, [64, 256, 16, 3], (4, 3)),
+        (_, true) => match rows {
+            ..=8 => few_plan(shape, [64, 256, 8, 4], (4, 3)),
+            ..=16 => few_plan(shape, [64, 256, 16, 4], (4, 3)),
             ..=32 => few_plan(shape, [64, 256, 32, 3], (4, 2)),
             ..=64 => few_plan(shape, [64, 128, 64, 3], (4, 2)),
             _ => many_plan(shape, [256, 128, 64, 3], (8, 1)),
-        };
-    }
-    match (shape.kind, shape.rows) {
+        },
         // One tile for all: plain multiplies and adds, whose order is the compiler's choice a tile.
-        (Type::F32, _) => few_plan(shape, [64, 32, 16, 3], (4, 2)),
-        // 15.9, 11.5, 48.2 and 27.4 us; with 256 columns 16.4, 11.6, 51.7 and 27.4.
-        (Type::Bf16, ..=16) => few(16, (4, 3)),
-        (Type::Bf16, ..=32) => few(32, (4, 2)),
-        (Type::Bf16, ..=64) => few(64, (4, 2)),
-        (Type::Bf16, ..=128) => few(128, (4, 1)),
-        // 4096 rows: 630 to 695 TFLOP/s. Too few such tiles leave multiprocessors idle.
-        (Type::Bf16, rows) if rows.div_ceil(128) * shape.n.div_ceil(256) >= 96 => {
-            many_plan(shape, [256, 64, 128, 4], (8, 1))
-        }
-        (Type::Bf16, _) => many_plan(shape, [256, 64, 64, 3], (8, 1)),
+        (Type::F32, false) => few_plan(shape, [64, 32, 16, 3], (4, 2)),
+        (Type::Bf16, false) => match rows {
+            ..=16 => few_plan(shape, [64, 128, 16, 3], (4, together)),
+            ..=32 => few_plan(shape, [64, 128, 32, 3], (4, 2)),
+            ..=64 => few_plan(shape, [64, 128, 64, 3], (4, 2)),
+            ..=128 => few_plan(shape, [64, 128, 128, 3], (4, 1)),
+            // 4096 rows: 704 to 773 TFLOP/s. Too few such tiles leave multiprocessors idle.
+            _ if rows.div_ceil(128) * shape.n.div_ceil(256) >= 96 => {
+                many_plan(shape, [256, 64, 128, 4], (8, 1))
+            }
+            _ => many_plan(shape, [256, 64, 64, 3], (8, 1)),
+        },
     }
 }
 
@@ -959,7 +962,7 @@ pub fn catalog() -> Vec<Variant> {
             let widths: &[usize] = if aligned {
                 &[64, 128, 256, 512, 1024, 2048, 4096, 8192]
             } else {
-                &[64]
+                &[64, 128, 256]
             };
             for width in widths.iter().map(|width| width - odd) {
                 all.push(norm_variant(kind, kind, width, false, false));

@@ -385,7 +385,7 @@ pub mod attention {
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
         let grid: (i32, i32, i32) = get_num_tile_blocks();
-        let free: Token = start_small();
+        let free: Token = start();
         let meta: i32 = pid.2 * 8;
         let kv_head: i32 = pid.1;
         let first_row: i32 = scalar_at(free, groups, meta);
@@ -631,7 +631,7 @@ pub mod attention {
         block_slots: i32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
-        let free: Token = start_small();
+        let free: Token = start();
         let meta: i32 = pid.1 * 4;
         let position: i32 = scalar_at(free, row_meta, meta);
         let end: i32 = scalar_at(free, row_meta, meta + 1);

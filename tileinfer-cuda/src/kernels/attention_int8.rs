@@ -86,7 +86,7 @@ pub mod attention_int8 {
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
         let grid: (i32, i32, i32) = get_num_tile_blocks();
-        let free: Token = start_small();
+        let free: Token = start();
         let meta: i32 = pid.2 * 8;
         let kv_head: i32 = pid.1;
         let first_row: i32 = scalar_at(free, groups, meta);

@@ -22,7 +22,7 @@ pub mod linear_int8 {
         width: i32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
-        let free: Token = start_small();
+        let free: Token = start();
         let x_view: Tensor<E, { [-1, -1] }> = matrix(x, rows, width, width, free);
         let x_part: Partition<E, { [1, W] }> = x_view.partition(shape![1, W]);
         let x: Tile<E, { [1, W] }> = x_part.load([pid.0, 0i32]);

@@ -296,7 +296,7 @@ pub mod rope {
         eps: f32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
-        let free: Token = start_small();
+        let free: Token = start();
         let row: i32 = pid.1;
         let position: i32 = scalar_at(free, positions, row);
         let width: i32 = (heads + 2 * kv_heads) * head_dim;
@@ -415,7 +415,7 @@ pub mod rope {
         head_dim: i32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
-        let free: Token = start_small();
+        let free: Token = start();
         let position: i32 = scalar_at(free, positions, pid.1);
         let first: i32 = pid.0 * HB;
         let scale: f32 = scale_at(free, query_scale, position, scaled);
@@ -467,7 +467,7 @@ pub mod rope {
         page_size: i32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
-        let free: Token = start_small();
+        let free: Token = start();
         let slot: i32 = scalar_at(free, slots, pid.1);
         let page: i32 = slot / page_size;
         let offset: i32 = slot % page_size;

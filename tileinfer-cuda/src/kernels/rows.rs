@@ -17,7 +17,7 @@ pub mod rows {
         width: i32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
-        let free: Token = start_small();
+        let free: Token = start();
         let index: i32 = scalar_at(free, indices, pid.1);
         let from_view: Tensor<E, { [-1, -1] }> = matrix(table, table_rows, width, width, free);
         let from: Partition<E, { [1, W] }> = from_view.partition(shape![1, W]);
@@ -40,7 +40,7 @@ pub mod rows {
         x_width: i32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
-        let free: Token = start_small();
+        let free: Token = start();
         let x_view: Tensor<E, { [-1, -1] }> = matrix(x, rows, columns, x_width, free);
         let x_part: Partition<E, { [1, W] }> = x_view.partition(shape![1, W]);
         let row: Tile<E, { [1, W] }> = x_part.load([pid.1, pid.0]);
@@ -58,7 +58,7 @@ pub mod rows {
         count: i32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
-        let free: Token = start_small();
+        let free: Token = start();
         let x_view: Tensor<X, { [-1, -1] }> = matrix(x, 1, count, count, free);
         let x_part: Partition<X, { [1, W] }> = x_view.partition(shape![1, W]);
         let d_view: Tensor<D, { [-1, -1] }> = matrix(delta, 1, count, count, free);
@@ -83,7 +83,7 @@ pub mod rows {
         count: i32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
-        let free: Token = start_small();
+        let free: Token = start();
         let i: Tile<i32, { [1, 128] }> =
             broadcast_scalar(pid.0 * 128, shape![1, 128]) + column_numbers::<1, 128>();
         let there: Tile<bool, { [1, 128] }> = lt_tile(i, broadcast_scalar(count, shape![1, 128]));

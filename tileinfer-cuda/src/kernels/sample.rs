@@ -17,7 +17,7 @@ pub mod sample {
         vocab: i32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
-        let free: Token = start_small();
+        let free: Token = start();
         let grid: (i32, i32, i32) = get_num_tile_blocks();
         let view: Tensor<f32, { [-1, -1] }> = matrix(logits, rows, vocab, vocab, free);
         let part: Partition<f32, { [1, W] }> = view.partition(shape![1, W]);
@@ -59,7 +59,7 @@ pub mod sample {
     #[cutile::entry(unchecked_accesses = true)]
     unsafe fn argmax<const P: i32>(tokens: *mut i32, best: *mut f32, place: *mut i32, parts: i32) {
         let pid: (i32, i32, i32) = get_tile_block_id();
-        let free: Token = start_small();
+        let free: Token = start();
         let number: Tile<i32, { [1, P] }> = column_numbers::<1, P>();
         let inside: Tile<bool, { [1, P] }> = lt_tile(number, broadcast_scalar(parts, shape![1, P]));
         let from: Tile<i32, { [1, P] }> = number + broadcast_scalar(pid.0 * parts, shape![1, P]);

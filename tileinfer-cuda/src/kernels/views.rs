@@ -76,17 +76,6 @@ pub mod views {
         signalled
     }
 
-    /// [`start`] for kernels that take little of the device: the next one may begin to start before this one's
-    /// wait is over, so that it fetches weights meanwhile. It waits for this one all the same.
-    ///
-    /// # Safety
-    /// As for [`start`].
-    pub unsafe fn start_small() -> Token {
-        let signalled: Token = gdc_launch_dependents_tko(None);
-        let ready: Token = gdc_wait_tko(Some(signalled));
-        ready
-    }
-
     /// The number at `base[index]`.
     ///
     /// # Safety
