@@ -17,7 +17,9 @@ use tileinfer::{Error, Result};
 
 use crate::driver::{Address, Device, Event, Memory, Pinned, Recording};
 use crate::kernels::Type;
-use crate::ops::{self, AttentionPlan, AttentionTile, Groups, HeadInputs, Ops, StepArrays};
+use crate::ops::{
+    self, AttentionPlan, Groups, HeadInputs, LinearShape, Ops, Pools, Rows, StepArrays, Then,
+};
 use crate::store::KernelOptions;
 
 /// A window wider than any sequence.
@@ -48,11 +50,13 @@ pub struct CudaBackend {
     compute: ComputeType,
     kind: Type,
     recording: AtomicBool,
-    /// Rows and spans of the step prepared last.
-    prepared: Mutex<[usize; 2]>,
+    /// The step prepared last.
+    prepared: Mutex<Recorded>,
     /// Query heads a kv head of the last attention: what the next step's groups are likely made for.
     group: AtomicUsize,
     loader: Mutex<Option<Loader>>,
+    /// Whether a weight is int8: from then on activations have room for their bytes.
+    int8: AtomicBool,
 }
 
 /// An array `[rows, width]` on the device.
@@ -63,12 +67,23 @@ pub struct CudaTensor {
     rows: usize,
     width: usize,
     capacity: usize,
+    bytes: Option<Bytes>,
 }
 
-/// A weight `[rows, columns]` on the device, in the compute type.
+/// A tensor's rows as int8 weights take them.
+#[derive(Debug)]
+struct Bytes {
+    values: Memory,
+    scales: Memory,
+    /// Whether they are those of what the tensor holds now.
+    current: AtomicBool,
+}
+
+/// A weight `[rows, columns]` on the device, in the compute type, or in int8 with a scale a row.
 #[derive(Debug, Clone)]
 pub struct CudaWeight {
     memory: Arc<Memory>,
+    scales: Option<Arc<Memory>>,
     rows: usize,
     columns: usize,
 }
@@ -80,6 +95,34 @@ pub struct CudaPages {
     pages: usize,
     keys: Memory,
     values: Memory,
+    int8: Option<Int8Pages>,
+}
+
+/// What an int8 cache has besides its bytes.
+#[derive(Debug)]
+struct Int8Pages {
+    key_scales: Memory,
+    value_scales: Memory,
+    /// What keys are divided by.
+    factors: Memory,
+}
+
+impl CudaPages {
+    fn pools(&self) -> Pools {
+        let scales =
+            |of: fn(&Int8Pages) -> &Memory| self.int8.as_ref().map_or(0, |int8| of(int8).address());
+        Pools {
+            keys: Rows {
+                values: self.keys.address(),
+                scales: scales(|int8| &int8.key_scales),
+            },
+            values: Rows {
+                values: self.values.address(),
+                scales: scales(|int8| &int8.value_scales),
+            },
+            factors: scales(|int8| &int8.factors),
+        }
+    }
 }
 
 /// A RoPE table on the device.
@@ -117,8 +160,8 @@ struct Staged {
     copied: Event,
     /// What the groups are made for; 0: they are not.
     group: usize,
-    /// Groups with few and with many query vectors.
-    counts: [usize; 2],
+    /// Groups of each of [`ops::attention_tiles`].
+    counts: [usize; 3],
 }
 
 /// What a step sampled.
@@ -143,6 +186,12 @@ struct Offsets {
 #[derive(Debug)]
 pub struct CudaGraph {
     recording: Recording,
+    step: Recorded,
+}
+
+/// What a recording depends on.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+struct Recorded {
     rows: usize,
     spans: usize,
 }
@@ -156,8 +205,8 @@ struct Loader {
 
 impl Offsets {
     /// Numbers a row over all arrays: ids, positions, slots, wanted, two of tokens to take, four of
-    /// [`StepArrays::row_meta`], eight of each of two [`Groups`].
-    const ROW: usize = 26;
+    /// [`StepArrays::row_meta`], eight of each of three [`Groups`].
+    const ROW: usize = 34;
 
     fn words(self) -> usize {
         self.rows * Self::ROW + self.spans * self.table_width
@@ -171,7 +220,7 @@ impl Offsets {
     const TAKE_ROWS: (usize, usize) = (4, 1);
     const TAKE_INDICES: (usize, usize) = (5, 1);
     const ROW_META: (usize, usize) = (6, 4);
-    const GROUPS: [(usize, usize); 2] = [(10, 8), (18, 8)];
+    const GROUPS: [(usize, usize); 3] = [(10, 8), (18, 8), (26, 8)];
 
     fn at(self, (offset, _): (usize, usize)) -> usize {
         offset * self.rows
@@ -206,6 +255,7 @@ impl CudaBackend {
             prepared: Mutex::default(),
             group: AtomicUsize::new(0),
             loader: Mutex::new(None),
+            int8: AtomicBool::new(false),
         }
     }
 
@@ -216,6 +266,20 @@ impl CudaBackend {
 
     fn device(&self) -> &Arc<Device> {
         self.ops.device()
+    }
+
+    /// Bytes of a number in the pages.
+    fn page_value_bytes(&self, pages: &CudaPages) -> usize {
+        match pages.int8 {
+            Some(_) => 1,
+            None => self.kind.bytes(),
+        }
+    }
+
+    fn prepared(&self) -> MutexGuard<'_, Recorded> {
+        self.prepared
+            .lock()
+            .expect("no thread panics with two numbers")
     }
 
     fn element(&self, element: Element) -> Type {
@@ -240,6 +304,47 @@ impl CudaBackend {
         self.device()
             .upload(memory.address(), &encoded(Type::F32, values))?;
         Ok(memory)
+    }
+
+    fn linear_then(
+        &self,
+        out: &CudaTensor,
+        weight: &CudaWeight,
+        bias: Option<&CudaTensor>,
+        x: &CudaTensor,
+        then: Then,
+    ) -> Result<()> {
+        out.like(x.rows, weight.rows / then.halves())?;
+        self.expect(x, "a linear's input")?;
+        let shape = [x.rows, weight.rows, weight.columns];
+        let int8 = weight.scales.is_some();
+        let shape = LinearShape::new([self.kind, out.kind], shape)
+            .int8(int8)
+            .then(then);
+        let operand = if int8 { self.bytes(x)? } else { x.at().into() };
+        let bias = bias.map(CudaTensor::at);
+        self.ops
+            .linear(out.at(), operand, weight.at(), bias, &shape)
+    }
+
+    /// A tensor's rows as int8 weights take them, made now unless they are there.
+    fn bytes(&self, x: &CudaTensor) -> Result<Rows> {
+        let bytes = x.bytes.as_ref().ok_or_else(|| {
+            Error::Bug("a tensor made before the first int8 weight meets one".to_owned())
+        })?;
+        if !bytes.current.swap(true, Ordering::Relaxed) {
+            let shape = [x.rows, x.width];
+            self.ops
+                .round_activations(bytes.at(), x.at(), self.kind, shape)?;
+        }
+        Ok(bytes.at())
+    }
+
+    /// Where a norm leaves the bytes of what it writes, if int8 weights may ask for them.
+    fn bytes_of_norm(&self, out: &CudaTensor) -> Option<Rows> {
+        let bytes = out.bytes.as_ref()?;
+        bytes.current.store(true, Ordering::Relaxed);
+        Some(bytes.at())
     }
 
     /// Queues bytes to the device through the pinned buffers.
@@ -317,16 +422,43 @@ fn decoded(kind: Type, bytes: &[u8]) -> Vec<f32> {
     }
 }
 
+impl Bytes {
+    fn at(&self) -> Rows {
+        Rows {
+            values: self.values.address(),
+            scales: self.scales.address(),
+        }
+    }
+}
+
+impl CudaWeight {
+    fn at(&self) -> Rows {
+        Rows {
+            values: self.memory.address(),
+            scales: self.scales.as_ref().map_or(0, |scales| scales.address()),
+        }
+    }
+}
+
 impl CudaTensor {
     fn at(&self) -> Address {
         self.memory.address()
+    }
+
+    /// An op is about to write other values.
+    fn change(&self) {
+        if let Some(bytes) = &self.bytes {
+            bytes.current.store(false, Ordering::Relaxed);
+        }
     }
 
     fn column(&self, column: usize) -> Address {
         self.at() + (column * self.kind.bytes()) as Address
     }
 
+    /// Checks the size of what an op writes.
     fn like(&self, rows: usize, width: usize) -> Result<()> {
+        self.change();
         if (self.rows, self.width) == (rows, width) {
             return Ok(());
         }
@@ -355,8 +487,8 @@ impl CudaStep {
 
     /// Cuts every span into runs of rows whose query vectors a tile of attention holds.
     fn fill_groups(&self, kind: Type, staged: &mut Staged, group: usize) {
-        let (few, many) = ops::attention_tiles(kind, group);
-        for (i, tile) in [few, many].into_iter().enumerate() {
+        let tiles = ops::attention_tiles(kind, group);
+        for (i, tile) in tiles.into_iter().enumerate() {
             let at = self.offsets.at(Offsets::GROUPS[i]);
             let words = &mut staged.words.words()[at..at + 8 * self.rows];
             words.fill(0);
@@ -418,15 +550,24 @@ impl Backend for CudaBackend {
                 "{capacity} x {width} values are more than an array can have here"
             )));
         }
-        let memory = self
-            .device()
-            .alloc("activations", capacity * width * kind.bytes())?;
+        let device = self.device();
+        let alloc = |bytes: usize| device.alloc("activations", bytes);
+        let bytes = if element == Element::Model && self.int8.load(Ordering::Relaxed) {
+            Some(Bytes {
+                values: alloc(2 * capacity * width)?,
+                scales: alloc(capacity * 4)?,
+                current: AtomicBool::new(false),
+            })
+        } else {
+            None
+        };
         Ok(CudaTensor {
-            memory,
+            memory: alloc(capacity * width * kind.bytes())?,
             kind,
             rows: 0,
             width,
             capacity,
+            bytes,
         })
     }
 
@@ -438,6 +579,7 @@ impl Backend for CudaBackend {
             )));
         }
         tensor.rows = rows;
+        tensor.change();
         Ok(())
     }
 
@@ -453,6 +595,7 @@ impl Backend for CudaBackend {
                 values.len()
             )));
         }
+        tensor.change();
         self.device()
             .upload(tensor.column(start), &encoded(tensor.kind, values))
     }
@@ -465,9 +608,16 @@ impl Backend for CudaBackend {
 
     fn load_weight(&self, weight: &Weight) -> Result<CudaWeight> {
         let (rows, columns) = (weight.rows(), weight.cols());
-        let memory = self
-            .device()
-            .alloc("weights", rows * columns * self.kind.bytes())?;
+        let int8 = weight.has_int8();
+        // Parts of both kinds stand in one matrix: what is not int8 yet becomes it.
+        let weight = &if int8 {
+            weight.to_int8()
+        } else {
+            weight.clone()
+        };
+        let size = if int8 { 1 } else { self.kind.bytes() };
+        let memory = self.device().alloc("weights", rows * columns * size)?;
+        let mut scales = Vec::new();
         let mut loader = self
             .loader
             .lock()
@@ -498,6 +648,10 @@ impl Backend for CudaBackend {
                 (Type::F32, WeightData::OwnedF32(values)) => {
                     self.stream(loader, to, cuda_core::bytemuck::cast_slice(values))?;
                 }
+                (_, data) if let Some((values, part_scales)) = data.int8() => {
+                    scales.extend_from_slice(part_scales);
+                    self.stream(loader, to, cuda_core::bytemuck::cast_slice(values))?;
+                }
                 _ => {
                     // Some rows at a time: widening is exact, and rounding is what the type asks for.
                     let some = (LOAD_BUFFER / 4 / part.cols().max(1)).clamp(1, part.rows().max(1));
@@ -520,10 +674,18 @@ impl Backend for CudaBackend {
                     }
                 }
             }
-            to += (elements * self.kind.bytes()) as Address;
+            to += (elements * size) as Address;
         }
+        let scales = match int8 {
+            true => {
+                self.int8.store(true, Ordering::Relaxed);
+                Some(Arc::new(self.floats("scales of a weight", &scales)?))
+            }
+            false => None,
+        };
         Ok(CudaWeight {
             memory: Arc::new(memory),
+            scales,
             rows,
             columns,
         })
@@ -550,50 +712,74 @@ impl Backend for CudaBackend {
     fn alloc_pages(
         &self,
         layout: &KvLayout,
-        _smoothing: Option<&[f32]>,
+        smoothing: Option<&[f32]>,
         pages: usize,
     ) -> Result<CudaPages> {
-        if layout.element != KvElement::Compute(self.compute) {
-            return Err(Error::usage(format!(
-                "a cache of {:?} is not supported on the GPU with activations of {:?}",
-                layout.element, self.compute
-            )));
-        }
-        let values = pages * layout.page_size * layout.kv_heads * layout.head_dim;
+        let size = match layout.element {
+            KvElement::Int8 => 1,
+            KvElement::Compute(kind) if kind == self.compute => self.kind.bytes(),
+            KvElement::Compute(kind) => {
+                return Err(Error::usage(format!(
+                    "a cache of {kind:?} is not supported on the GPU with activations of {:?}",
+                    self.compute
+                )));
+            }
+        };
+        let vectors = pages * layout.page_size * layout.kv_heads;
+        let values = vectors * layout.head_dim;
         if values > i32::MAX as usize {
             let most = i32::MAX as usize / (layout.page_size * layout.kv_heads * layout.head_dim);
             return Err(Error::usage(format!(
                 "{pages} pages of a layer are more than the {most} a GPU kernel can address"
             )));
         }
-        let bytes = values * self.kind.bytes();
-        let half = || {
+        let zeroed = |bytes: usize| {
             let memory = self.device().alloc("the KV cache", bytes)?;
             self.device().queue_fill(memory.address(), 0, bytes)?;
             Ok(memory)
         };
+        let int8 = match layout.element {
+            KvElement::Compute(_) => None,
+            KvElement::Int8 => {
+                let width = layout.kv_heads * layout.head_dim;
+                let ones = vec![1.0; width];
+                let factors = smoothing.unwrap_or(&ones);
+                if factors.len() != width {
+                    return Err(Error::Bug(format!(
+                        "{} smoothing factors of a layer of {width} channels",
+                        factors.len()
+                    )));
+                }
+                Some(Int8Pages {
+                    key_scales: zeroed(vectors * 4)?,
+                    value_scales: zeroed(vectors * 4)?,
+                    factors: self.floats("smoothing factors", factors)?,
+                })
+            }
+        };
         Ok(CudaPages {
             layout: *layout,
             pages,
-            keys: half()?,
-            values: half()?,
+            keys: zeroed(values * size)?,
+            values: zeroed(values * size)?,
+            int8,
         })
     }
 
     fn copy_pages(&self, pages: &mut CudaPages, copies: &[(u32, u32)]) -> Result<()> {
-        let KvLayout {
-            page_size,
-            kv_heads,
-            head_dim,
-            ..
-        } = pages.layout;
-        let bytes = page_size * kv_heads * head_dim * self.kind.bytes();
-        for &(from, to) in copies {
-            let place =
-                |memory: &Memory, page: u32| memory.address() + (page as usize * bytes) as Address;
-            for memory in [&pages.keys, &pages.values] {
-                self.device()
-                    .queue_copy(place(memory, to), place(memory, from), bytes)?;
+        let vectors = pages.layout.page_size * pages.layout.kv_heads;
+        let bytes = vectors * pages.layout.head_dim * self.page_value_bytes(pages);
+        let scales = pages.int8.as_ref();
+        let scales = scales.map(|int8| [&int8.key_scales, &int8.value_scales]);
+        let pools = [(&pages.keys, bytes), (&pages.values, bytes)].into_iter();
+        let scales = scales
+            .into_iter()
+            .flatten()
+            .map(|memory| (memory, vectors * 4));
+        for (memory, bytes) in pools.chain(scales) {
+            let place = |page: u32| memory.address() + (page as usize * bytes) as Address;
+            for &(from, to) in copies {
+                self.device().queue_copy(place(to), place(from), bytes)?;
             }
         }
         Ok(())
@@ -612,15 +798,38 @@ impl Backend for CudaBackend {
             head_dim,
             ..
         } = pages.layout;
-        let first =
-            ((page * kv_heads + kv_head) * page_size + offset) * head_dim * self.kind.bytes();
-        let read = |memory: &Memory| {
-            let mut bytes = vec![0; head_dim * self.kind.bytes()];
+        let vector = (page * kv_heads + kv_head) * page_size + offset;
+        let download = |memory: &Memory, first: usize, bytes: usize| {
+            let mut read = vec![0; bytes];
             self.device()
-                .download(memory.address() + first as Address, &mut bytes)?;
-            Ok(decoded(self.kind, &bytes))
+                .download(memory.address() + first as Address, &mut read)?;
+            Ok::<_, Error>(read)
         };
-        Ok((read(&pages.keys)?, read(&pages.values)?))
+        let Some(int8) = &pages.int8 else {
+            let bytes = head_dim * self.kind.bytes();
+            let read = |memory: &Memory| {
+                let read = download(memory, vector * bytes, bytes)?;
+                Ok::<_, Error>(decoded(self.kind, &read))
+            };
+            return Ok((read(&pages.keys)?, read(&pages.values)?));
+        };
+        let floats = |memory: &Memory, first: usize, count: usize| {
+            let read = download(memory, first * 4, count * 4)?;
+            Ok::<_, Error>(decoded(Type::F32, &read))
+        };
+        let worth = |byte: u8, scale: f32| scale * f32::from(byte.cast_signed());
+        let key_scale = floats(&int8.key_scales, vector, 1)?[0];
+        let factors = floats(&int8.factors, kv_head * head_dim, head_dim)?;
+        let keys = download(&pages.keys, vector * head_dim, head_dim)?;
+        let keys = keys.iter().zip(factors);
+        let keys = keys.map(|(&byte, factor)| factor * worth(byte, key_scale));
+        // Of values the slots of a channel lie beside each other.
+        let value_scale = floats(&int8.value_scales, vector, 1)?[0];
+        let block = (vector - offset) * head_dim;
+        let values = download(&pages.values, block, page_size * head_dim)?;
+        let values = values[offset..].iter().step_by(page_size);
+        let values = values.map(|&byte| worth(byte, value_scale));
+        Ok((keys.collect(), values.collect()))
     }
 
     fn alloc_step(&self, rows: usize, spans: usize, table_width: usize) -> Result<CudaStep> {
@@ -641,7 +850,7 @@ impl Backend for CudaBackend {
                 words: device.alloc_pinned(offsets.words() * 4)?,
                 copied: device.event()?,
                 group: 0,
-                counts: [0; 2],
+                counts: [0; 3],
             }),
             tokens: device.alloc("a step's tokens", rows * 4)?,
             read: device.alloc_pinned(rows * 4)?,
@@ -680,10 +889,7 @@ impl Backend for CudaBackend {
                 ]
             })
             .collect();
-        *self
-            .prepared
-            .lock()
-            .expect("no thread panics with two numbers") = [rows, spans];
+        *self.prepared() = Recorded { rows, spans };
         step.wanted = layout.wanted.len();
         step.sampled = Samples::Host(Vec::new());
 
@@ -779,6 +985,9 @@ impl Backend for CudaBackend {
 
     fn embed(&self, out: &mut CudaTensor, table: &CudaWeight, step: &CudaStep) -> Result<()> {
         out.like(step.rows, table.columns)?;
+        if table.scales.is_some() {
+            return Err(Error::Bug("an int8 embedding table".to_owned()));
+        }
         let shape = [step.rows, table.rows, table.columns];
         let ids = step.address(Offsets::IDS);
         self.ops.gather(
@@ -802,6 +1011,7 @@ impl Backend for CudaBackend {
         let shape = [x.rows, x.width];
         self.ops.rms_norm(
             out.at(),
+            self.bytes_of_norm(out),
             x.at(),
             None,
             weight.at(),
@@ -824,24 +1034,15 @@ impl Backend for CudaBackend {
         bias: Option<&CudaTensor>,
         x: &CudaTensor,
     ) -> Result<()> {
-        out.like(x.rows, weight.rows)?;
-        self.expect(x, "a linear's input")?;
-        let shape = [x.rows, weight.rows, weight.columns];
-        let bias = bias.map(CudaTensor::at);
-        self.ops.linear(
-            (out.at(), out.kind),
-            x.at(),
-            weight.memory.address(),
-            bias,
-            self.kind,
-            shape,
-        )
+        self.linear_then(out, weight, bias, x, Then::Nothing)
     }
 
     fn head_norm(&self, x: &mut CudaTensor, weight: &CudaTensor, eps: f32) -> Result<()> {
         let shape = [x.rows * x.width / weight.width.max(1), weight.width];
+        x.change();
         self.ops.rms_norm(
             x.at(),
+            None,
             x.at(),
             None,
             weight.at(),
@@ -859,6 +1060,7 @@ impl Backend for CudaBackend {
         queries: bool,
     ) -> Result<()> {
         self.expect(x, "what is rotated")?;
+        x.change();
         let head_dim = 2 * rope.pairs;
         let inputs = rope.inputs(queries);
         self.ops.rotate(
@@ -882,17 +1084,18 @@ impl Backend for CudaBackend {
             head_dim,
             ..
         } = pages.layout;
-        for (pool, x) in [(&pages.keys, &rows.keys), (&pages.values, &rows.values)] {
+        let pools = pages.pools();
+        let factors = pools.int8().then_some(pools.factors);
+        for (pool, factors, x) in [
+            (pools.keys, factors, &rows.keys),
+            (pools.values, None, &rows.values),
+        ] {
             x.like(step.rows, kv_heads * head_dim)?;
             self.expect(x, "what is stored")?;
             let shape = [kv_heads, head_dim, page_size];
-            self.ops.store(
-                pool.address(),
-                x.at(),
-                &step.step_arrays(),
-                self.kind,
-                shape,
-            )?;
+            let step = step.step_arrays();
+            self.ops
+                .store(pool, factors, x.at(), &step, self.kind, shape)?;
         }
         Ok(())
     }
@@ -922,30 +1125,28 @@ impl Backend for CudaBackend {
         let staged = self.groups(step, group)?;
         let recording = self.recording.load(Ordering::Relaxed);
         let page_size = pages.layout.page_size;
-        let (few, many) = ops::attention_tiles(self.kind, group);
+        let tiles = ops::attention_tiles(self.kind, group);
         let longest = step
             .span_rows
             .windows(2)
             .map(|rows| rows[1] - rows[0])
             .max()
             .unwrap_or(0);
-        // Heads of 16 in tiles of 16 queries are fewer products than a block has warps, so that warps share
-        // a sum: other bits than in the wider tile. No real model has such heads.
-        let narrow = longest * group <= few.queries && head_dim > 16;
-        let (array, tile): (usize, AttentionTile) = if narrow { (0, few) } else { (1, many) };
         // A recording may be replayed with its rows spread over its spans in another way: at worst each span
         // ends with a run that is not full.
-        let count = if recording {
-            let (spans, most) = (step.spans.len(), (tile.queries / group).max(1));
-            spans + (step.rows - spans.min(step.rows)) / most
-        } else {
-            staged.counts[array]
-        };
-        let count = count.min(step.rows);
+        let spans = step.spans.len();
+        let counts: [usize; 3] = std::array::from_fn(|i| {
+            let most = (tiles[i].queries / group).max(1);
+            let count = if recording {
+                spans + (step.rows - spans.min(step.rows)) / most
+            } else {
+                staged.counts[i]
+            };
+            count.min(step.rows)
+        });
         drop(staged);
-        let longest_table = step.offsets.table_width * page_size;
         let blocks = if recording {
-            longest_table.div_ceil(KEY_BLOCK)
+            (step.offsets.table_width * page_size).div_ceil(KEY_BLOCK)
         } else {
             let blocks = |&[_, end, first]: &[usize; 3]| {
                 end.div_ceil(KEY_BLOCK) - first * page_size / KEY_BLOCK
@@ -972,17 +1173,26 @@ impl Backend for CudaBackend {
             block_slots,
         };
         let scratch = Ops::split_scratch(step.rows, heads, head_dim, block_slots);
-        let enough = count * kv_heads >= self.device().info().multiprocessors as usize;
-        let whole = array == 1 && (enough || scratch > SPLIT_SCRATCH);
+        let enough = counts[2] * kv_heads >= self.device().info().multiprocessors as usize;
+        // Heads of 16 in tiles of 16 queries are fewer products than a block has warps, so that warps share
+        // a sum: other bits than in a wider tile. No real model has such heads.
+        let (array, whole) = if longest * group <= tiles[0].queries && head_dim > 16 {
+            (0, false)
+        } else if enough || scratch > SPLIT_SCRATCH {
+            // With bytes as many queries again are in a block's registers.
+            (if pages.int8.is_some() { 1 } else { 2 }, true)
+        } else {
+            (1, false)
+        };
         let groups = Groups {
             address: step.address(Offsets::GROUPS[array]),
-            count,
-            tile,
+            count: counts[array],
+            tile: tiles[array],
         };
-        let arrays = [queries.at(), pages.keys.address(), pages.values.address()];
         self.ops.attention(
             out.at(),
-            arrays,
+            queries.at(),
+            &pages.pools(),
             &step.step_arrays(),
             &groups,
             &plan,
@@ -1026,6 +1236,7 @@ impl Backend for CudaBackend {
                 x.width, out.width
             )));
         }
+        out.change();
         let (target, source) = ((out.column(to), out.width), (x.column(from), x.width));
         self.ops
             .copy_columns(target, source, [x.kind, out.kind], [x.rows, columns])
@@ -1129,6 +1340,7 @@ impl Backend for CudaBackend {
         let shape = [x.rows, x.width];
         self.ops.rms_norm(
             out.at(),
+            self.bytes_of_norm(out),
             x.at(),
             Some(delta.at()),
             weight.at(),
@@ -1162,15 +1374,38 @@ impl Backend for CudaBackend {
         inputs.query_norm = norms.query.map_or(0, CudaTensor::at);
         inputs.key_norm = norms.key.map_or(0, CudaTensor::at);
         inputs.eps = norms.eps;
-        let arrays = [
-            queries.at(),
-            pages.keys.address(),
-            pages.values.address(),
-            qkv.at(),
-        ];
         let shape = [heads, kv_heads, head_dim, pages.layout.page_size];
-        self.ops
-            .split_norm_rope_store(arrays, &inputs, &step.step_arrays(), self.kind, shape)
+        self.ops.split_norm_rope_store(
+            queries.at(),
+            &pages.pools(),
+            qkv.at(),
+            &inputs,
+            &step.step_arrays(),
+            self.kind,
+            shape,
+        )
+    }
+
+    fn linear_activation(
+        &self,
+        out: &mut CudaTensor,
+        wide: &mut CudaTensor,
+        weight: &CudaWeight,
+        bias: Option<&CudaTensor>,
+        x: &CudaTensor,
+        activation: &Activation,
+    ) -> Result<()> {
+        let then = match activation {
+            Activation::SiluGated => Then::GatedSilu,
+            Activation::Xielu(xielu) => {
+                Then::Xielu([xielu.alpha_p, xielu.alpha_n, xielu.beta, xielu.eps])
+            }
+        };
+        if then.fuses(x.rows) {
+            return self.linear_then(out, weight, bias, x, then);
+        }
+        self.linear(wide, weight, bias, x)?;
+        self.activation(out, wide, activation)
     }
 
     fn supports_graphs(&self) -> bool {
@@ -1178,29 +1413,21 @@ impl Backend for CudaBackend {
     }
 
     fn capture(&self, body: &mut dyn FnMut() -> Result<()>) -> Result<CudaGraph> {
-        let [rows, spans] = *self
-            .prepared
-            .lock()
-            .expect("no thread panics with two numbers");
+        let step = *self.prepared();
         self.recording.store(true, Ordering::Relaxed);
         let recording = self.device().record(body);
         self.recording.store(false, Ordering::Relaxed);
         Ok(CudaGraph {
             recording: recording?,
-            rows,
-            spans,
+            step,
         })
     }
 
     fn replay(&self, graph: &CudaGraph) -> Result<()> {
-        let [rows, spans] = *self
-            .prepared
-            .lock()
-            .expect("no thread panics with two numbers");
-        if rows != graph.rows || spans > graph.spans {
+        let (now, then) = (*self.prepared(), graph.step);
+        if now.rows != then.rows || now.spans > then.spans {
             return Err(Error::Bug(format!(
-                "a recording of {} rows in {} spans was replayed for {rows} in {spans}",
-                graph.rows, graph.spans
+                "a recording of {then:?} was replayed for {now:?}"
             )));
         }
         self.device().replay(&graph.recording)

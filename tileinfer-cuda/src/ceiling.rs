@@ -6,7 +6,7 @@ use tileinfer::Result;
 
 use crate::driver::Device;
 use crate::kernels::Type;
-use crate::ops::Ops;
+use crate::ops::{LinearShape, Ops};
 
 /// Columns of the weight that is read.
 const COLUMNS: usize = 4096;
@@ -60,16 +60,9 @@ fn bandwidth(ops: &Ops, rows: usize) -> Result<(f64, f64)> {
         device.queue_fill(memory.address(), 0, bytes)?;
     }
     let read = shortest(device, &mut || {
-        let kind = Type::Bf16;
-        let shape = [1, rows, COLUMNS];
-        ops.linear(
-            (y.address(), kind),
-            x.address(),
-            weight.address(),
-            None,
-            kind,
-            shape,
-        )
+        let shape = LinearShape::new([Type::Bf16; 2], [1, rows, COLUMNS]);
+        let (y, x, w) = (y.address(), x.address(), weight.address());
+        ops.linear(y, x.into(), w.into(), None, &shape)
     })?;
     let copy = shortest(device, &mut || {
         device.queue_copy(other.address(), weight.address(), bytes)
@@ -107,7 +100,7 @@ fn product(ops: &Ops) -> Result<f64> {
             device.upload(to, &values)?;
         }
     }
-    let kind = Type::Bf16;
+    let shape = LinearShape::new([Type::Bf16; 2], [SIDE; 3]);
     let [w, x, y] = arrays.each_ref().map(|memory| memory.address());
     let (start, end) = (device.event()?, device.event()?);
     let (mut seconds, mut products) = (0.0, 0);
@@ -116,7 +109,7 @@ fn product(ops: &Ops) -> Result<f64> {
         const AT_ONCE: usize = 50;
         start.record()?;
         for _ in 0..AT_ONCE {
-            ops.linear((y, kind), x, w, None, kind, [SIDE; 3])?;
+            ops.linear(y, x.into(), w.into(), None, &shape)?;
         }
         end.record()?;
         end.wait()?;

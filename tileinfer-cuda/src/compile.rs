@@ -68,10 +68,7 @@ pub fn bytecode(variant: &Variant, arch: &str) -> Result<Vec<u8>> {
 
 /// Whether an argument is a size and not a pointer.
 fn is_size(argument: &str) -> bool {
-    matches!(
-        argument,
-        "n" | "k" | "width" | "count" | "head_dim" | "vocab"
-    )
+    matches!(argument, "k" | "width" | "count" | "head_dim" | "vocab")
 }
 
 /// The kernel assembler of a CUDA toolkit, 13.5 or newer.

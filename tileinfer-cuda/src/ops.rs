@@ -18,11 +18,11 @@ pub const PAGE: usize = 64;
 /// The largest row a norm takes.
 pub const WIDEST_NORM: usize = 16384;
 
-/// Room for the partial sums of `linear_few`: 256 tiles of 64 x 128 (see [`splits`]).
-const PARTIAL_BYTES: usize = 256 * 64 * 128 * 4;
+/// Most tiles of 64 weight rows, times splits, that a weight is cut into.
+const MOST_SPLIT_TILES: usize = 192;
 
-/// Tiles that may be waiting for their splits at a time.
-const TICKETS: usize = 256;
+/// Room for the partial sums of `linear_few`: that many tiles of 64 x 128 (see [`splits`]).
+const PARTIAL_BYTES: usize = MOST_SPLIT_TILES * 64 * 128 * 4;
 
 /// Blocks that keep the device busy while attention waits for pages.
 const ATTENTION_BLOCKS: usize = 528;
@@ -49,93 +49,233 @@ pub struct LinearPlan {
     pub split_columns: usize,
 }
 
-/// Into how many runs of columns a weight `[n, k]` is cut, and how many columns a run has: enough that
-/// tiles of 64 rows times splits give every multiprocessor of a large GPU two blocks, no run under 256.
-/// Of the shape and the type alone: it is part of the weight's reduction tree.
+/// What is done to a layer's sums before they are rounded to the output's type.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub enum Then {
+    /// Nothing.
+    #[default]
+    Nothing,
+    /// The weight's first half gives gates, the second what they are for: `silu(gate) * up`.
+    GatedSilu,
+    /// xIELU with alpha_p, alpha_n, beta, eps.
+    Xielu([f32; 4]),
+}
+
+impl Then {
+    /// Weight rows an output.
+    pub fn halves(self) -> usize {
+        match self {
+            Then::GatedSilu => 2,
+            Then::Nothing | Then::Xielu(_) => 1,
+        }
+    }
+
+    /// Whether `rows` rows do it in the product's kernel: gates and what they are for meet in one thread only
+    /// where there are few rows or many. H200, 64 rows of 24576 x 4096: 73 us in the kernel, 58 apart.
+    pub fn fuses(self, rows: usize) -> bool {
+        self != Then::GatedSilu || !(17..=64).contains(&rows)
+    }
+
+    /// `ACT`, `HALVES` and `WIDTH` of a tile of so many weight rows.
+    fn sizes(self, rows: i32) -> [i32; 3] {
+        match self {
+            Then::Nothing => [0, 1, rows],
+            Then::GatedSilu => [1, 2, rows / 2],
+            Then::Xielu(_) => [2, 1, rows],
+        }
+    }
+}
+
+/// A linear layer: types, rows, weight rows, columns, and what follows.
+#[derive(Debug, Clone, Copy)]
+pub struct LinearShape {
+    /// Of activations and, unless it is int8, of the weight.
+    pub kind: Type,
+    /// Of the output.
+    pub out: Type,
+    /// Rows of the step.
+    pub rows: usize,
+    /// Rows of the weight.
+    pub n: usize,
+    /// Its columns.
+    pub k: usize,
+    /// Whether the weight is int8.
+    pub int8: bool,
+    /// What follows the sum.
+    pub then: Then,
+}
+
+impl LinearShape {
+    /// `rows` rows of a weight `[n, k]`, with nothing after.
+    pub fn new([kind, out]: [Type; 2], [rows, n, k]: [usize; 3]) -> Self {
+        LinearShape {
+            kind,
+            out,
+            rows,
+            n,
+            k,
+            int8: false,
+            then: Then::Nothing,
+        }
+    }
+
+    /// The same with an int8 weight, or not.
+    pub fn int8(mut self, int8: bool) -> Self {
+        self.int8 = int8;
+        self
+    }
+
+    /// The same with something after.
+    pub fn then(mut self, then: Then) -> Self {
+        self.then = then;
+        self
+    }
+}
+
+/// The rows of a matrix on the device; where they are int8, with a scale each.
+#[derive(Debug, Clone, Copy)]
+pub struct Rows {
+    /// The values.
+    pub values: Address,
+    /// The scales, or 0.
+    pub scales: Address,
+}
+
+impl From<Address> for Rows {
+    fn from(values: Address) -> Self {
+        Rows { values, scales: 0 }
+    }
+}
+
+/// Into how many runs of columns a weight `[n, k]` is cut, and how many columns a run has: the fewest that
+/// give most multiprocessors of a large GPU a block, no run under 256. (More blocks lose: those of the next
+/// layer, which fetch weights while they wait, take their places.) Of the shape and the type alone: it is part
+/// of the weight's reduction tree.
 pub fn splits(kind: Type, n: usize, k: usize) -> (usize, usize) {
-    let wanted = match kind {
-        Type::Bf16 => 256 / n.div_ceil(64).max(1),
+    let tiles = n.div_ceil(64);
+    let enough = |splits: &usize| tiles * splits >= 96 || 2 * splits > k / 256;
+    let splits = match kind {
+        Type::Bf16 => [1, 2, 4].into_iter().find(enough).unwrap_or(8),
         Type::F32 => 1,
     };
-    let splits = wanted.min(k / 256).clamp(1, 8);
-    let splits = 1 << splits.ilog2();
     let columns = k.div_ceil(splits).next_multiple_of(256);
     (k.div_ceil(columns).max(1), columns)
 }
 
 /// A plan by which few rows stream the weight: `tile` is weight rows, columns and tokens a block and how far
 /// ahead they are loaded, `hints` warps a block and blocks a multiprocessor.
-pub fn few_plan(
-    [kind, out]: [Type; 2],
-    [rows, n, k]: [usize; 3],
-    tile: [i32; 4],
-    hints: (i32, i32),
-) -> LinearPlan {
-    let (splits, split_columns) = splits(kind, n, k);
-    let aligned = n.is_multiple_of(8) && k.is_multiple_of(8);
-    let variant = Variant::new(&kernels::LINEAR_FEW, &[kind, out], &tile);
-    LinearPlan {
-        variant: variant.hints(hints.0, hints.1).aligned(aligned),
-        grid: [
-            rows.div_ceil(tile[2] as usize),
-            n.div_ceil(tile[0] as usize),
-            splits,
-        ],
-        split_columns,
-    }
+pub fn few_plan(shape: &LinearShape, tile: [i32; 4], hints: (i32, i32)) -> LinearPlan {
+    let kernel = if shape.int8 {
+        &kernels::FEW_INT8
+    } else {
+        &kernels::LINEAR_FEW
+    };
+    linear_plan_of(kernel, shape, tile, hints)
 }
 
 /// A plan by which many rows fill the tensor cores; arguments as for [`few_plan`].
-pub fn many_plan(
-    [kind, out]: [Type; 2],
-    [rows, n, k]: [usize; 3],
+pub fn many_plan(shape: &LinearShape, tile: [i32; 4], hints: (i32, i32)) -> LinearPlan {
+    let kernel = if shape.int8 {
+        &kernels::MANY_INT8
+    } else {
+        &kernels::LINEAR_MANY
+    };
+    linear_plan_of(kernel, shape, tile, hints)
+}
+
+fn linear_plan_of(
+    kernel: &'static kernels::Kernel,
+    shape: &LinearShape,
     tile: [i32; 4],
     hints: (i32, i32),
 ) -> LinearPlan {
-    let (splits, split_columns) = splits(kind, n, k);
-    let aligned = n.is_multiple_of(8) && k.is_multiple_of(8);
-    let [width, columns, tokens, latency] = tile;
-    let sizes = [width, columns, tokens, i32::from(splits > 1), latency];
-    let variant = Variant::new(&kernels::LINEAR_MANY, &[kind, out], &sizes);
+    let LinearShape {
+        kind, out, rows, n, ..
+    } = *shape;
+    let (splits, split_columns) = splits(kind, n, shape.k);
+    let width = n / shape.then.halves();
+    let then = shape.then.sizes(tile[0]);
+    let many = [&kernels::LINEAR_MANY, &kernels::MANY_INT8]
+        .iter()
+        .any(|&other| std::ptr::eq(kernel, other));
+    let mut sizes = [&tile[..], &then].concat();
+    match (shape.int8, many) {
+        (true, _) => sizes.push(2 * tile[2]),
+        (false, true) => sizes.push(i32::from(splits > 1)),
+        (false, false) => {}
+    }
+    let together = if shape.int8 { 16 } else { 8 };
+    let aligned = width.is_multiple_of(8) && shape.k.is_multiple_of(together);
     LinearPlan {
-        variant: variant.hints(hints.0, hints.1).aligned(aligned),
+        variant: Variant::new(kernel, &[kind, out], &sizes)
+            .hints(hints.0, hints.1)
+            .aligned(aligned),
         grid: [
-            rows.div_ceil(tokens as usize),
-            n.div_ceil(width as usize),
-            1,
+            rows.div_ceil(tile[2] as usize),
+            width.div_ceil(then[2] as usize),
+            if many { 1 } else { splits },
         ],
         split_columns,
     }
 }
 
-/// The plan for `rows` rows of a weight `[n, k]`. Tiles from `gpu-check --sweep` on an H200, weights 6144,
-/// 4096 and 24576 x 4096 and 4096 x 12288.
-pub fn linear_plan(kind: Type, out: Type, rows: usize, n: usize, k: usize) -> LinearPlan {
-    let (types, shape) = ([kind, out], [rows, n, k]);
-    match (kind, rows) {
+/// The plan for `rows` rows of a weight. Tiles from `gpu-check --sweep` on an H200 and from whole steps of a model
+/// of 8 billion (see the log).
+pub fn linear_plan(shape: &LinearShape) -> LinearPlan {
+    let rows = shape.rows;
+    // Where multiprocessors have a block each, leave room for one of the next layer; else for three.
+    let (_, split_columns) = splits(shape.kind, shape.n, shape.k);
+    let blocks = shape.n.div_ceil(64) * shape.k.div_ceil(split_columns);
+    let together = if blocks > 2 * 132 { 3 } else { 2 };
+    match (shape.kind, shape.int8) {
+        // A row is two rows of bytes.
+        (_, true) => match rows {
+            ..=8 => few_plan(shape, [64, 256, 8, 4], (4, 3)),
+            ..=16 => few_plan(shape, [64, 256, 16, 4], (4, 3)),
+            ..=32 => few_plan(shape, [64, 256, 32, 3], (4, 2)),
+            ..=64 => few_plan(shape, [64, 128, 64, 3], (4, 2)),
+            _ => many_plan(shape, [256, 128, 64, 3], (8, 1)),
+        },
         // One tile for all: plain multiplies and adds, whose order is the compiler's choice a tile.
-        (Type::F32, _) => few_plan(types, shape, [64, 32, 16, 3], (4, 2)),
-        // 15.9, 11.5, 48.2 and 27.4 us; with 256 columns 16.4, 11.6, 51.7 and 27.4.
-        (Type::Bf16, ..=16) => few_plan(types, shape, [64, 128, 16, 3], (4, 3)),
-        (Type::Bf16, ..=32) => few_plan(types, shape, [64, 128, 32, 3], (4, 2)),
-        (Type::Bf16, ..=64) => few_plan(types, shape, [64, 128, 64, 3], (4, 2)),
-        (Type::Bf16, ..=128) => few_plan(types, shape, [64, 128, 128, 3], (4, 1)),
-        // 4096 rows: 630 to 695 TFLOP/s. Too few such tiles leave multiprocessors idle.
-        (Type::Bf16, _) if rows.div_ceil(128) * n.div_ceil(256) >= 96 => {
-            many_plan(types, shape, [256, 64, 128, 4], (8, 1))
-        }
-        (Type::Bf16, _) => many_plan(types, shape, [256, 64, 64, 3], (8, 1)),
+        (Type::F32, false) => few_plan(shape, [64, 32, 16, 3], (4, 2)),
+        (Type::Bf16, false) => match rows {
+            ..=16 => few_plan(shape, [64, 128, 16, 3], (4, together)),
+            ..=32 => few_plan(shape, [64, 128, 32, 3], (4, 2)),
+            ..=64 => few_plan(shape, [64, 128, 64, 3], (4, 2)),
+            ..=128 => few_plan(shape, [64, 128, 128, 3], (4, 1)),
+            // 4096 rows: 704 to 773 TFLOP/s. Too few such tiles leave multiprocessors idle.
+            _ if rows.div_ceil(128) * shape.n.div_ceil(256) >= 96 => {
+                many_plan(shape, [256, 64, 128, 4], (8, 1))
+            }
+            _ => many_plan(shape, [256, 64, 64, 3], (8, 1)),
+        },
     }
 }
 
-/// The norm kernel from rows of type `stream` and of `width` to rows of `kind`; `residual` for the form that adds first.
-pub fn norm_variant(stream: Type, kind: Type, width: usize, residual: bool) -> Variant {
+/// The kernel that rounds rows of activations of `width`.
+pub fn rounding_variant(kind: Type, width: usize) -> Variant {
+    let tile = width.next_power_of_two().max(64) as i32;
+    let variant = Variant::new(&kernels::ROUND_ACTIVATIONS, &[kind], &[tile]);
+    variant
+        .hints(if tile > 4096 { 8 } else { 4 }, 2)
+        .aligned(width.is_multiple_of(8))
+}
+
+/// The norm kernel from rows of type `stream` and of `width` to rows of `kind`; `residual` for the form that adds
+/// first, `bytes` for the one that leaves its rows for int8 weights as well.
+pub fn norm_variant(
+    stream: Type,
+    kind: Type,
+    width: usize,
+    residual: bool,
+    bytes: bool,
+) -> Variant {
     let tile = width.next_power_of_two().clamp(64, WIDEST_NORM) as i32;
     let rows = (1024 / tile).max(1);
     let variant = Variant::new(
         &kernels::RMS_NORM,
         &[stream, kind],
-        &[rows, tile, i32::from(residual)],
+        &[rows, tile, i32::from(residual), i32::from(bytes)],
     );
     variant
         .hints(if tile > 4096 { 8 } else { 4 }, 2)
@@ -154,9 +294,18 @@ const STRETCH: usize = 1024;
 const ARGMAX_STRETCH: usize = 4096;
 
 /// The kernels between the projection and attention, for heads of `head_dim`.
-pub fn head_variant(kernel: &'static kernels::Kernel, kind: Type, head_dim: usize) -> Variant {
+pub fn head_variant(
+    kernel: &'static kernels::Kernel,
+    kind: Type,
+    head_dim: usize,
+    int8: bool,
+) -> Variant {
     let half = (head_dim / 2).next_power_of_two().max(8);
-    Variant::new(kernel, &[kind], &[HEADS as i32, half as i32]).aligned(head_dim.is_multiple_of(16))
+    let mut sizes = vec![HEADS as i32, half as i32];
+    if !std::ptr::eq(kernel, &kernels::ROTATE) {
+        sizes.push(i32::from(int8));
+    }
+    Variant::new(kernel, &[kind], &sizes).aligned(head_dim.is_multiple_of(16))
 }
 
 /// Heads a block of those kernels.
@@ -175,43 +324,61 @@ pub struct AttentionTile {
     pub latency: i32,
 }
 
-/// An attention kernel for heads of `head_dim`.
+/// The kernels of attention: keys split over blocks, keys whole.
+fn attention_kernels(kind: Type, int8: bool) -> [&'static kernels::Kernel; 2] {
+    match (kind, int8) {
+        (Type::Bf16, true) => [&kernels::ATTEND_SPLIT_INT8, &kernels::ATTEND_WHOLE_INT8],
+        _ => [&kernels::ATTEND_SPLIT, &kernels::ATTEND_WHOLE],
+    }
+}
+
+/// How attention works out heads of `head_dim`: with its keys `whole` or split over blocks.
 pub fn attention_variant(
-    kernel: &'static kernels::Kernel,
     kind: Type,
+    whole: bool,
     tile: AttentionTile,
     head_dim: usize,
     page_size: usize,
+    int8: bool,
 ) -> Variant {
-    let aligned = head_dim.is_multiple_of(8);
-    let width = head_dim.next_power_of_two().max(16) as i32;
-    if std::ptr::eq(kernel, &kernels::FOLD) {
-        return Variant::new(kernel, &[kind], &[width, 0]).aligned(aligned);
-    }
+    let kernel = attention_kernels(kind, int8)[usize::from(whole)];
     let page = if page_size == PAGE { PAGE as i32 } else { 0 };
-    let variant = Variant::new(
-        kernel,
-        &[kind],
-        &[tile.queries as i32, width, page, tile.latency],
-    );
-    variant.hints(tile.warps, tile.occupancy).aligned(aligned)
+    let queries = tile.queries as i32;
+    let last = match (kind, int8) {
+        (Type::Bf16, true) => 2 * queries,
+        _ => i32::from(int8),
+    };
+    let sizes = [queries, head_width(head_dim), page, tile.latency, last];
+    Variant::new(kernel, &[kind], &sizes)
+        .hints(tile.warps, tile.occupancy)
+        .aligned(head_dim.is_multiple_of(8))
 }
 
-/// Tiles of attention for kv heads that a `group` of query heads shares: for few query vectors, for many.
-pub fn attention_tiles(kind: Type, group: usize) -> (AttentionTile, AttentionTile) {
+/// The kernel that folds what split attention leaves.
+pub fn fold_variant(kind: Type, head_dim: usize) -> Variant {
+    Variant::new(&kernels::FOLD, &[kind], &[head_width(head_dim), 0])
+        .aligned(head_dim.is_multiple_of(8))
+}
+
+/// The tile's width for a head.
+fn head_width(head_dim: usize) -> i32 {
+    head_dim.next_power_of_two().max(16) as i32
+}
+
+/// Tiles of attention for kv heads that a `group` of query heads shares: for few query vectors and for more,
+/// keys split over blocks, and for many, keys whole.
+pub fn attention_tiles(kind: Type, group: usize) -> [AttentionTile; 3] {
     // Four warps always: with eight, tileiras 13.5.37 makes wrong code of these kernels for sm_90.
-    let tile = |queries, occupancy| AttentionTile {
-        queries,
+    let tile = |queries: usize, occupancy| AttentionTile {
+        queries: queries.max(group.next_power_of_two()),
         warps: 4,
         occupancy,
         latency: 2,
     };
-    let least = group.next_power_of_two();
     match kind {
-        Type::F32 => (tile(least.max(16), 2), tile(least.max(16), 2)),
-        // H200, 32 query and 8 kv heads of 128: one row at 4096 positions 11.6 us, at 32768 50 us; 4096 rows
-        // 0.81 ms with 32 vectors a block, 1.02 with 64 (it spills), 1.05 with 16.
-        Type::Bf16 => (tile(least.max(16), 4), tile(least.max(32), 2)),
+        Type::F32 => [tile(16, 2); 3],
+        // H200, 32 query and 8 kv heads of 128: one row at 4096 positions 11.6 us, at 32768 50 us.
+        Type::Bf16 => [tile(16, 4), tile(32, 2), tile(64, 2)],
     }
 }
 
@@ -242,6 +409,38 @@ pub struct Groups {
     pub count: usize,
     /// The tile, which also says how many query vectors a group holds at most.
     pub tile: AttentionTile,
+}
+
+/// The keys and values of a layer: in the compute type, or in int8 with a scale each.
+#[derive(Debug, Clone, Copy)]
+pub struct Pools {
+    /// Of the compute type, or bytes.
+    pub keys: Rows,
+    /// The same.
+    pub values: Rows,
+    /// What int8 keys were divided by, or 0 where they are of the compute type.
+    pub factors: Address,
+}
+
+impl Pools {
+    /// Whether they are int8.
+    pub fn int8(&self) -> bool {
+        self.factors != 0
+    }
+
+    /// As kernels take them: keys, values, then keys, their scales, values, their scales, factors.
+    fn arguments(&self) -> [Argument; 7] {
+        [
+            self.keys.values,
+            self.values.values,
+            self.keys.values,
+            self.keys.scales,
+            self.values.values,
+            self.values.scales,
+            self.factors,
+        ]
+        .map(Argument::from)
+    }
 }
 
 /// The geometry of an attention layer and who sees whom.
@@ -295,8 +494,8 @@ impl Ops {
         let device = Device::open(ordinal)?;
         let kernels = KernelStore::open(&device, options)?;
         let partials = device.alloc("partial sums", PARTIAL_BYTES)?;
-        let tickets = device.alloc("tickets of partial sums", TICKETS * 4)?;
-        device.queue_fill(tickets.address(), 0, TICKETS * 4)?;
+        let tickets = device.alloc("tickets of partial sums", MOST_SPLIT_TILES * 4)?;
+        device.queue_fill(tickets.address(), 0, MOST_SPLIT_TILES * 4)?;
         Ok(Ops {
             device,
             kernels,
@@ -327,24 +526,16 @@ impl Ops {
         unsafe { self.device.launch(&function, grid, arguments) }
     }
 
-    /// `y = W x + bias` for `rows` rows, `W` `[n, k]`.
+    /// `y = then(W x + bias)`, `W` `[n, k]`.
     pub fn linear(
         &self,
-        (y, out): (Address, Type),
-        x: Address,
-        w: Address,
+        y: Address,
+        x: Rows,
+        w: Rows,
         bias: Option<Address>,
-        kind: Type,
-        [rows, n, k]: [usize; 3],
+        shape: &LinearShape,
     ) -> Result<()> {
-        self.linear_by(
-            &linear_plan(kind, out, rows, n, k),
-            y,
-            x,
-            w,
-            bias,
-            [rows, n, k],
-        )
+        self.linear_by(&linear_plan(shape), y, x, w, bias, shape)
     }
 
     /// [`Ops::linear`] by a plan of one's own for that shape.
@@ -352,24 +543,57 @@ impl Ops {
         &self,
         plan: &LinearPlan,
         y: Address,
-        x: Address,
-        w: Address,
+        x: Rows,
+        w: Rows,
         bias: Option<Address>,
-        [rows, n, k]: [usize; 3],
+        shape: &LinearShape,
     ) -> Result<()> {
-        let mut arguments: Vec<Argument> = [y, x, w, bias.unwrap_or(0)].map(Argument::from).into();
+        let operands = match shape.int8 {
+            true => vec![y, x.values, x.scales, w.values, w.scales],
+            false => vec![y, x.values, w.values],
+        };
+        let mut arguments: Vec<Argument> = operands.into_iter().map(Argument::from).collect();
+        arguments.push(bias.unwrap_or(0).into());
         arguments.push(i32::from(bias.is_some()).into());
-        if std::ptr::eq(plan.variant.kernel, &kernels::LINEAR_FEW) {
+        let few = [&kernels::LINEAR_FEW, &kernels::FEW_INT8]
+            .iter()
+            .any(|&few| std::ptr::eq(plan.variant.kernel, few));
+        if few {
             arguments.extend([self.partials.address(), self.tickets.address()].map(Argument::from));
         }
-        arguments.extend([rows, n, k, plan.split_columns].map(Argument::from));
+        let width = shape.n / shape.then.halves();
+        arguments.extend([shape.rows, width, shape.k].map(Argument::from));
+        if few || !shape.int8 {
+            arguments.push(plan.split_columns.into());
+        }
+        let scalars = match shape.then {
+            Then::Xielu(scalars) => scalars,
+            Then::Nothing | Then::GatedSilu => [0.0; 4],
+        };
+        arguments.extend(scalars.map(Argument::from));
         self.launch(&plan.variant, plan.grid, &arguments)
     }
 
-    /// `out = rms_norm(x) * weight`, after `x += delta` if there is one.
+    /// Rounds rows of activations for int8 weights: bytes `[2, rows, width]` and a scale a row.
+    pub fn round_activations(
+        &self,
+        out: Rows,
+        x: Address,
+        kind: Type,
+        [rows, width]: [usize; 2],
+    ) -> Result<()> {
+        let addresses = [out.values, out.scales, x].map(Argument::from);
+        let numbers = [rows.into(), width.into()];
+        let arguments = [&addresses[..], &numbers].concat();
+        self.launch(&rounding_variant(kind, width), [rows, 1, 1], &arguments)
+    }
+
+    /// `out = rms_norm(x) * weight`, after `x += delta` if there is one; the rows go to `bytes` as well, if there
+    /// are any, as by [`Ops::round_activations`].
     pub fn rms_norm(
         &self,
         out: Address,
+        bytes: Option<Rows>,
         x: Address,
         delta: Option<Address>,
         weight: Address,
@@ -377,8 +601,10 @@ impl Ops {
         [rows, width]: [usize; 2],
         eps: f32,
     ) -> Result<()> {
-        let variant = norm_variant(stream, kind, width, delta.is_some());
-        let addresses = [out, x, delta.unwrap_or(0), weight].map(Argument::from);
+        let variant = norm_variant(stream, kind, width, delta.is_some(), bytes.is_some());
+        let to = bytes.unwrap_or(Rows::from(0));
+        let addresses = [out, to.values, to.scales, x, delta.unwrap_or(0), weight];
+        let addresses = addresses.map(Argument::from);
         let numbers = [rows.into(), width.into(), eps.into()];
         let grid = [rows.div_ceil(variant.sizes[0] as usize), 1, 1];
         self.launch(&variant, grid, &[&addresses[..], &numbers].concat())
@@ -487,7 +713,9 @@ impl Ops {
     /// Splits rows of q, k and v heads, norms and rotates them, writes queries and pages.
     pub fn split_norm_rope_store(
         &self,
-        [queries, keys, values, qkv]: [Address; 4],
+        queries: Address,
+        pools: &Pools,
+        qkv: Address,
         inputs: &HeadInputs,
         step: &StepArrays,
         kind: Type,
@@ -498,10 +726,7 @@ impl Ops {
             + flag(inputs.key_norm, 2)
             + flag(inputs.cos, 4)
             + flag(inputs.query_scale, 8);
-        let arguments = [
-            queries.into(),
-            keys.into(),
-            values.into(),
+        let rest = [
             qkv.into(),
             inputs.query_norm.into(),
             inputs.key_norm.into(),
@@ -518,7 +743,13 @@ impl Ops {
             inputs.eps.into(),
         ];
         let blocks = heads.div_ceil(HEADS) + 2 * kv_heads.div_ceil(HEADS);
-        let variant = head_variant(&kernels::SPLIT_NORM_ROPE_STORE, kind, head_dim);
+        let arguments = [&[queries.into()], &pools.arguments()[..], &rest].concat();
+        let variant = head_variant(
+            &kernels::SPLIT_NORM_ROPE_STORE,
+            kind,
+            head_dim,
+            pools.int8(),
+        );
         self.launch(&variant, [blocks, step.rows, 1], &arguments)
     }
 
@@ -541,28 +772,35 @@ impl Ops {
             heads.into(),
             head_dim.into(),
         ];
-        let variant = head_variant(&kernels::ROTATE, kind, head_dim);
+        let variant = head_variant(&kernels::ROTATE, kind, head_dim, false);
         self.launch(&variant, [heads.div_ceil(HEADS), step.rows, 1], &arguments)
     }
 
-    /// Writes rows of kv heads to their slots of one pool.
+    /// Writes rows of kv heads to their slots of one pool; to int8 where there are scales: keys, divided by their
+    /// `factors`, or values, which have none.
     pub fn store(
         &self,
-        pool: Address,
+        pool: Rows,
+        factors: Option<Address>,
         x: Address,
         step: &StepArrays,
         kind: Type,
         [kv_heads, head_dim, page_size]: [usize; 3],
     ) -> Result<()> {
         let arguments = [
-            pool.into(),
+            pool.values.into(),
+            pool.values.into(),
+            pool.scales.into(),
+            factors.unwrap_or(0).into(),
+            i32::from(factors.is_some()).into(),
+            i32::from(factors.is_none()).into(),
             x.into(),
             step.slots.into(),
             kv_heads.into(),
             head_dim.into(),
             page_size.into(),
         ];
-        let variant = head_variant(&kernels::STORE, kind, head_dim);
+        let variant = head_variant(&kernels::STORE, kind, head_dim, pool.scales != 0);
         self.launch(
             &variant,
             [kv_heads.div_ceil(HEADS), step.rows, 1],
@@ -570,18 +808,22 @@ impl Ops {
         )
     }
 
-    /// Attention of every row. `whole`: each block folds all keys of its queries (enough queries to fill
-    /// the device); else the keys are split over blocks and folded after. The results are the same.
+    /// Attention of every row. `whole`: each block of threads folds all keys of its queries (enough queries to
+    /// fill the device); else keys are split over blocks and folded after. The results are the same.
     pub fn attention(
         &self,
         out: Address,
-        [queries, keys, values]: [Address; 3],
+        queries: Address,
+        pools: &Pools,
         step: &StepArrays,
         groups: &Groups,
         plan: &AttentionPlan,
         kind: Type,
         whole: bool,
     ) -> Result<()> {
+        let (head_dim, page_size) = (plan.head_dim, plan.page_size);
+        let variant =
+            attention_variant(kind, whole, groups.tile, head_dim, page_size, pools.int8());
         // exp2 in the kernel: the factor of the natural exponent goes into the scale.
         let scale = (f64::from(plan.scale) * std::f64::consts::LOG2_E) as f32;
         let shape = [
@@ -595,46 +837,32 @@ impl Ops {
             i32::from(plan.causal).into(),
             plan.window.min(1 << 30).into(),
         ];
-        let sources = [
-            Argument::from(queries),
-            keys.into(),
-            values.into(),
-            step.tables.into(),
-            groups.address.into(),
-        ];
+        let lists = [step.tables, groups.address].map(Argument::from);
+        let all = pools.arguments();
+        let pools = match kind {
+            // What works on bytes takes nothing else.
+            Type::Bf16 if pools.int8() => &all[2..],
+            _ => &all[..],
+        };
+        let sources = [&[queries.into()], pools, &lists].concat();
         if whole {
-            let mut arguments = vec![out.into()];
-            arguments.extend(sources);
-            arguments.extend(shape);
-            let variant = attention_variant(
-                &kernels::ATTEND_WHOLE,
-                kind,
-                groups.tile,
-                plan.head_dim,
-                plan.page_size,
-            );
-            return self.launch(&variant, [groups.count, plan.kv_heads, 1], &arguments);
+            let arguments = [&[out.into()], &sources[..], &shape].concat();
+            let grid = [groups.count, plan.kv_heads, 1];
+            return self.launch(&variant, grid, &arguments);
         }
         let vectors = step.rows * plan.heads * plan.block_slots;
         let numbers = vectors.next_multiple_of(64);
         let scratch = self.scratch((numbers * plan.head_dim + 2 * numbers) * 4)?;
         let maxima = scratch + (numbers * plan.head_dim * 4) as Address;
         let weights = maxima + (numbers * 4) as Address;
-        let mut arguments = vec![scratch.into(), maxima.into(), weights.into()];
-        arguments.extend(sources);
-        arguments.extend(shape);
+        let partial = [scratch.into(), maxima.into(), weights.into()];
+        let mut arguments = [&partial[..], &sources, &shape].concat();
         arguments.push(plan.block_slots.into());
         let workers = ATTENTION_BLOCKS
             .div_ceil(plan.kv_heads * groups.count.max(1))
             .min(plan.blocks.max(1));
-        let variant = attention_variant(
-            &kernels::ATTEND_SPLIT,
-            kind,
-            groups.tile,
-            plan.head_dim,
-            plan.page_size,
-        );
-        self.launch(&variant, [workers, plan.kv_heads, groups.count], &arguments)?;
+        let grid = [workers, plan.kv_heads, groups.count];
+        self.launch(&variant, grid, &arguments)?;
         let arguments = [
             out.into(),
             scratch.into(),
@@ -648,14 +876,8 @@ impl Ops {
             plan.page_size.into(),
             plan.block_slots.into(),
         ];
-        let variant = attention_variant(
-            &kernels::FOLD,
-            kind,
-            groups.tile,
-            plan.head_dim,
-            plan.page_size,
-        );
-        self.launch(&variant, [plan.heads, step.rows, 1], &arguments)
+        let grid = [plan.heads, step.rows, 1];
+        self.launch(&fold_variant(kind, head_dim), grid, &arguments)
     }
 
     /// Bytes of scratch that split attention needs.
@@ -720,10 +942,19 @@ pub fn catalog() -> Vec<Variant> {
     for kind in [Type::Bf16, Type::F32] {
         for aligned in [true, false] {
             let odd = usize::from(!aligned);
-            for out in [kind, Type::F32] {
-                for rows in [1, 32, 64, 128, 256, 4096] {
-                    for n in [4096, 8320, 65536] {
-                        all.push(linear_plan(kind, out, rows, n + odd, 4096).variant);
+            for (out, then) in [
+                (kind, Then::Nothing),
+                (Type::F32, Then::Nothing),
+                (kind, Then::GatedSilu),
+                (kind, Then::Xielu([0.0; 4])),
+            ] {
+                for rows in [1, 16, 32, 64, 128, 200, 4096] {
+                    // Cut into splits, and not.
+                    for [n, k] in [[4096, 4096], [4096, 256], [24576, 4096], [151_936, 4096]] {
+                        let shape = [rows, n + 2 * odd, k];
+                        let shape = LinearShape::new([kind, out], shape).then(then);
+                        all.push(linear_plan(&shape).variant);
+                        all.push(linear_plan(&shape.int8(true)).variant);
                     }
                 }
             }
@@ -731,13 +962,20 @@ pub fn catalog() -> Vec<Variant> {
             let widths: &[usize] = if aligned {
                 &[64, 128, 256, 512, 1024, 2048, 4096, 8192]
             } else {
-                &[64]
+                &[64, 128, 256]
             };
             for width in widths.iter().map(|width| width - odd) {
-                all.push(norm_variant(kind, kind, width, false));
-                all.extend(
-                    [false, true].map(|residual| norm_variant(Type::F32, kind, width, residual)),
-                );
+                all.push(norm_variant(kind, kind, width, false, false));
+                for residual in [false, true] {
+                    for bytes in [false, true] {
+                        all.push(norm_variant(Type::F32, kind, width, residual, bytes));
+                    }
+                }
+                all.push(rounding_variant(kind, width));
+            }
+            if aligned {
+                all.push(rounding_variant(kind, 16384));
+                all.push(rounding_variant(kind, 32768));
             }
             for kernel in [&kernels::SILU_GATED, &kernels::XIELU] {
                 all.push(stretch_variant(kernel, &[kind], 1024 + odd));
@@ -754,29 +992,32 @@ pub fn catalog() -> Vec<Variant> {
             all.push(stretch_variant(&kernels::ADD, &[Type::F32; 2], 1024 + odd));
         }
         for head_dim in [14, 16, 30, 32, 64, 128, 256] {
-            for kernel in [
-                &kernels::SPLIT_NORM_ROPE_STORE,
-                &kernels::ROTATE,
-                &kernels::STORE,
-            ] {
-                all.push(head_variant(kernel, kind, head_dim));
+            for int8 in [false, true] {
+                for kernel in [
+                    &kernels::SPLIT_NORM_ROPE_STORE,
+                    &kernels::ROTATE,
+                    &kernels::STORE,
+                ] {
+                    all.push(head_variant(kernel, kind, head_dim, int8));
+                }
             }
         }
         for head_dim in [16, 32, 64, 128, 256] {
-            let (few, many) = attention_tiles(kind, 1);
-            for page_size in [PAGE, 4]
+            let [few, more, many] = attention_tiles(kind, 1);
+            let pages = [(PAGE, false), (PAGE, true), (4, false), (4, true)];
+            for (page_size, int8) in pages
                 .into_iter()
-                .filter(|&size| size == PAGE || head_dim <= 128)
+                .filter(|&(size, _)| size == PAGE || head_dim <= 128)
             {
                 let variant =
-                    |kernel, tile| attention_variant(kernel, kind, tile, head_dim, page_size);
-                all.push(variant(&kernels::FOLD, few));
+                    |whole, tile| attention_variant(kind, whole, tile, head_dim, page_size, int8);
                 all.extend([
-                    variant(&kernels::ATTEND_SPLIT, few),
-                    variant(&kernels::ATTEND_SPLIT, many),
+                    variant(false, few),
+                    variant(false, more),
+                    variant(true, if int8 { more } else { many }),
                 ]);
-                all.push(variant(&kernels::ATTEND_WHOLE, many));
             }
+            all.push(fold_variant(kind, head_dim));
         }
     }
     for vocab in [4096, 49152, 65536, 131_072, 151_936, 262_144] {
@@ -802,64 +1043,103 @@ pub fn sweep_tiles() -> Vec<AttentionTile> {
     };
     [
         (16, 4, 4, 2),
-        (16, 4, 4, 1),
-        (16, 4, 6, 1),
-        (16, 4, 3, 3),
         (32, 4, 2, 2),
-        (32, 4, 3, 2),
-        (32, 4, 3, 1),
-        (32, 4, 2, 3),
+        (64, 4, 2, 2),
+        (64, 4, 1, 2),
+        (64, 4, 2, 3),
+        (64, 4, 3, 2),
+        (128, 8, 1, 2),
+        (128, 4, 1, 2),
     ]
     .map(tile)
     .into()
 }
 
-/// Plans of linears that `gpu-check --sweep` tries at a shape.
-pub fn sweep_plans(shape: [usize; 3]) -> Vec<LinearPlan> {
-    let types = [Type::Bf16; 2];
-    let few = |tile, hints| few_plan(types, shape, tile, hints);
-    let many = |tile, hints| many_plan(types, shape, tile, hints);
-    match shape[0] {
-        ..=16 => vec![
-            few([64, 256, 16, 3], (4, 2)),
-            few([64, 256, 16, 2], (4, 3)),
-            few([64, 256, 16, 4], (4, 2)),
-            few([64, 128, 16, 4], (4, 4)),
+/// Layers whose plans `gpu-check --sweep` tries.
+pub fn sweep_shapes() -> Vec<LinearShape> {
+    let mut shapes = Vec::new();
+    for int8 in [false, true] {
+        for rows in [1, 16, 64, 512] {
+            for (n, k, then) in [
+                (6144, 4096, Then::Nothing),
+                (4096, 4096, Then::Nothing),
+                (24576, 4096, Then::GatedSilu),
+                (4096, 12288, Then::Nothing),
+            ] {
+                let shape = LinearShape::new([Type::Bf16; 2], [rows, n, k]);
+                shapes.push(shape.int8(int8).then(then));
+            }
+        }
+    }
+    shapes
+}
+
+/// Plans that `gpu-check --sweep` tries at a shape.
+pub fn sweep_plans(shape: &LinearShape) -> Vec<LinearPlan> {
+    let few = |tile, hints| few_plan(shape, tile, hints);
+    let many = |tile, hints| many_plan(shape, tile, hints);
+    match (shape.int8, shape.rows) {
+        (false, ..=16) => vec![
             few([64, 128, 16, 3], (4, 3)),
-            few([64, 512, 16, 2], (4, 2)),
+            few([64, 256, 16, 3], (4, 2)),
+            few([64, 128, 16, 4], (4, 3)),
+            few([64, 128, 16, 3], (4, 2)),
             few([128, 128, 16, 3], (4, 2)),
-            few([128, 256, 16, 2], (8, 1)),
         ],
-        17..=64 => vec![
+        (false, 17..=64) => vec![
             few([64, 128, 64, 3], (4, 2)),
             few([64, 64, 64, 4], (4, 3)),
-            few([64, 256, 64, 2], (4, 1)),
-            few([128, 128, 64, 3], (8, 1)),
             few([128, 64, 64, 3], (4, 2)),
-        ],
-        65..=128 => vec![
-            few([64, 64, 128, 3], (4, 2)),
-            few([64, 128, 128, 3], (4, 1)),
-            few([64, 64, 128, 4], (4, 1)),
-            few([128, 64, 128, 4], (8, 1)),
-            few([128, 128, 128, 2], (8, 1)),
-            few([128, 64, 128, 3], (4, 1)),
-            many([128, 64, 128, 4], (8, 1)),
-            many([64, 128, 128, 3], (4, 1)),
-            many([64, 64, 64, 3], (4, 2)),
-        ],
-        _ => vec![
-            many([256, 64, 128, 3], (8, 1)),
-            many([256, 64, 128, 4], (8, 1)),
-            many([128, 64, 128, 3], (8, 1)),
-            many([128, 64, 128, 4], (8, 1)),
-            many([128, 128, 128, 2], (8, 1)),
-            many([128, 64, 128, 3], (4, 2)),
-            many([128, 64, 256, 3], (8, 1)),
-            many([128, 64, 64, 3], (4, 2)),
             many([256, 64, 64, 3], (8, 1)),
         ],
+        (false, _) => vec![
+            many([256, 64, 128, 4], (8, 1)),
+            many([256, 64, 64, 3], (8, 1)),
+            many([128, 64, 128, 4], (8, 1)),
+            many([128, 64, 128, 3], (4, 2)),
+        ],
+        (true, ..=16) => {
+            let tokens = if shape.rows > 8 { 16 } else { 8 };
+            vec![
+                few([64, 256, tokens, 3], (4, 4)),
+                few([64, 256, tokens, 4], (4, 3)),
+                few([64, 256, tokens, 2], (4, 4)),
+                few([64, 256, tokens, 6], (4, 2)),
+                few([64, 512, tokens, 2], (4, 2)),
+                few([64, 512, tokens, 3], (4, 2)),
+                few([64, 128, tokens, 4], (4, 4)),
+                few([64, 128, tokens, 6], (4, 3)),
+                few([128, 256, tokens, 3], (4, 2)),
+            ]
+        }
+        (true, 17..=64) => vec![
+            few([64, 128, 64, 3], (4, 2)),
+            few([64, 256, 64, 2], (4, 1)),
+            few([64, 256, 32, 3], (4, 2)),
+            few([128, 128, 64, 3], (8, 1)),
+            many([128, 128, 32, 3], (4, 2)),
+            many([128, 128, 64, 3], (8, 1)),
+            many([256, 128, 64, 3], (8, 1)),
+        ],
+        (true, _) => vec![
+            many([256, 128, 64, 3], (8, 1)),
+            many([256, 64, 64, 4], (8, 1)),
+            many([128, 128, 64, 3], (8, 1)),
+            many([128, 128, 64, 3], (4, 2)),
+            many([128, 128, 128, 3], (8, 1)),
+        ],
     }
+}
+
+/// What a sweep launches: a pack that holds it needs no toolkit.
+pub fn sweep_catalog() -> Vec<Variant> {
+    let shapes = sweep_shapes();
+    let plans = shapes.iter().flat_map(sweep_plans);
+    let linears = plans.map(|plan| plan.variant);
+    let attention = sweep_tiles()
+        .into_iter()
+        .map(|tile| attention_variant(Type::Bf16, true, tile, 128, PAGE, false));
+    linears.chain(attention).collect()
 }
 
 #[cfg(test)]
@@ -880,10 +1160,7 @@ mod tests {
                     "{n} x {k}"
                 );
                 let tiles = n.div_ceil(64) * count;
-                assert!(
-                    count == 1 || tiles * 64 * 128 * 4 <= PARTIAL_BYTES && tiles <= TICKETS,
-                    "{n} x {k}"
-                );
+                assert!(count == 1 || tiles <= MOST_SPLIT_TILES, "{n} x {k}");
                 assert_eq!(splits(Type::F32, n, k).0, 1);
             }
         }
@@ -910,14 +1187,25 @@ mod tests {
             for kind in [Type::Bf16, Type::F32] {
                 let (q, kv) = (heads * head_dim, kv_heads * head_dim);
                 for rows in [1, 16, 17, 32, 64, 100, 129, 200, 512, 700, 4096] {
-                    has(linear_plan(kind, kind, rows, q + 2 * kv, hidden).variant);
-                    has(linear_plan(kind, kind, rows, 2 * wide, hidden).variant);
-                    has(linear_plan(kind, Type::F32, rows, hidden, q).variant);
-                    has(linear_plan(kind, Type::F32, rows, hidden, wide).variant);
-                    has(linear_plan(kind, Type::F32, rows, vocab, hidden).variant);
+                    for (out, n, k, then) in [
+                        (kind, q + 2 * kv, hidden, Then::Nothing),
+                        (kind, 2 * wide, hidden, Then::GatedSilu),
+                        (kind, wide, hidden, Then::Xielu([0.0; 4])),
+                        (Type::F32, hidden, q, Then::Nothing),
+                        (Type::F32, hidden, wide, Then::Nothing),
+                        (Type::F32, vocab, hidden, Then::Nothing),
+                    ] {
+                        let shape = LinearShape::new([kind, out], [rows, n, k]).then(then);
+                        has(linear_plan(&shape).variant);
+                        has(linear_plan(&shape.int8(true)).variant);
+                        has(rounding_variant(kind, k));
+                    }
                 }
-                has(norm_variant(Type::F32, kind, hidden, false));
-                has(norm_variant(Type::F32, kind, hidden, true));
+                for [residual, bytes] in
+                    [[false, false], [false, true], [true, false], [true, true]]
+                {
+                    has(norm_variant(Type::F32, kind, hidden, residual, bytes));
+                }
                 has(stretch_variant(
                     &kernels::GATHER,
                     &[kind, Type::F32],
@@ -926,35 +1214,19 @@ mod tests {
                 has(stretch_variant(&kernels::GATHER, &[kind; 2], hidden));
                 has(stretch_variant(&kernels::SILU_GATED, &[kind], wide));
                 has(stretch_variant(&kernels::XIELU, &[kind], wide));
-                has(head_variant(
-                    &kernels::SPLIT_NORM_ROPE_STORE,
-                    kind,
-                    head_dim,
-                ));
-                let (few, many) = attention_tiles(kind, heads / kv_heads);
-                for tile in [few, many] {
-                    has(attention_variant(
-                        &kernels::ATTEND_SPLIT,
-                        kind,
-                        tile,
-                        head_dim,
-                        PAGE,
-                    ));
-                    has(attention_variant(
-                        &kernels::FOLD,
-                        kind,
-                        tile,
-                        head_dim,
-                        PAGE,
-                    ));
+                for int8 in [false, true] {
+                    let kernel = &kernels::SPLIT_NORM_ROPE_STORE;
+                    has(head_variant(kernel, kind, head_dim, int8));
                 }
-                has(attention_variant(
-                    &kernels::ATTEND_WHOLE,
-                    kind,
-                    many,
-                    head_dim,
-                    PAGE,
-                ));
+                let [few, more, many] = attention_tiles(kind, heads / kv_heads);
+                for int8 in [false, true] {
+                    let variant =
+                        |whole, tile| attention_variant(kind, whole, tile, head_dim, PAGE, int8);
+                    has(variant(false, few));
+                    has(variant(false, more));
+                    has(variant(true, if int8 { more } else { many }));
+                }
+                has(fold_variant(kind, head_dim));
             }
             has(argmax_parts_variant(vocab));
             has(argmax_variant(vocab));

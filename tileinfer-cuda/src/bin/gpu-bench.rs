@@ -2,7 +2,8 @@
 //! the tensor throughput measured in the same run, and the rule that a recorded step gives what an eager one
 //! gives.
 //!
-//! `gpu-bench [--toolkit DIR] PACK_FOLDER MODEL_FOLDER`, where the model's folder holds a `config.json`.
+//! `gpu-bench [--toolkit DIR] [--int8] [--int8-cache] PACK_FOLDER MODEL_FOLDER`, where the model's folder holds
+//! a `config.json`.
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -10,19 +11,19 @@ use std::time::Instant;
 use tileinfer::backend::{Backend, ComputeType, StepLayout};
 use tileinfer::config::ModelConfig;
 use tileinfer::kv::{KvElement, KvLayout};
-use tileinfer::model::{DecoderLM, LoadOptions, Workspace, forward};
+use tileinfer::model::{DecoderLM, LoadOptions, Quant, Workspace, forward};
 use tileinfer::weights::HostModel;
 use tileinfer::{Error, Result};
-use tileinfer_cuda::{CudaBackend, CudaOptions, CudaPages};
+use tileinfer_cuda::{CudaBackend, CudaOptions, CudaPages, ceiling};
 
 /// Slots of a page.
 const PAGE: usize = 64;
 
 /// The longest sequence.
-const LONGEST: usize = 32768 + PAGE;
+const LONGEST: usize = 131_072 + PAGE;
 
 /// Positions the cache has room for.
-const POSITIONS: usize = 69632;
+const POSITIONS: usize = 139_264;
 
 fn main() {
     let mut options = CudaOptions::default();
@@ -33,14 +34,16 @@ fn main() {
     {
         options.kernels.toolkit = arguments.next().map(PathBuf::from);
     }
+    let mut flag = |name: &str| arguments.next_if(|argument| argument == name).is_some();
+    let (int8, int8_cache) = (flag("--int8"), flag("--int8-cache"));
     options
         .kernels
         .pack_folders
         .extend(arguments.next().map(PathBuf::from));
     let result = match arguments.next() {
-        Some(model) => run(&options, &PathBuf::from(model)),
+        Some(model) => run(&options, &PathBuf::from(model), int8, int8_cache),
         None => Err(Error::usage(
-            "usage: gpu-bench [--toolkit DIR] PACK_FOLDER MODEL_FOLDER",
+            "usage: gpu-bench [--toolkit DIR] [--int8] [--int8-cache] PACK_FOLDER MODEL_FOLDER",
         )),
     };
     if let Err(error) = result {
@@ -56,13 +59,20 @@ struct Bench {
     pages: Vec<CudaPages>,
     /// Bytes of all linears and the head.
     weights: f64,
+    /// Elements of all linears but the head.
+    elements: f64,
     /// Bytes of keys and values of one position, all layers.
     position: f64,
     /// Bytes a second of the best plain read.
     read: f64,
 }
 
-fn run(options: &CudaOptions, folder: &std::path::Path) -> Result<()> {
+fn run(
+    options: &CudaOptions,
+    folder: &std::path::Path,
+    int8: bool,
+    int8_cache: bool,
+) -> Result<()> {
     let backend = CudaBackend::open(ComputeType::Bf16, options)?;
     let config = ModelConfig::from_dir(folder)?;
     let started = Instant::now();
@@ -74,7 +84,10 @@ fn run(options: &CudaOptions, folder: &std::path::Path) -> Result<()> {
         started.elapsed().as_secs_f64()
     );
     let started = Instant::now();
-    let load = LoadOptions::new(LONGEST);
+    let mut load = LoadOptions::new(LONGEST);
+    if int8 {
+        load.quant = Quant::Int8;
+    }
     let model = DecoderLM::load(&backend, &config, &host, &load, &mut |_, _| ())?;
     backend.ops().device().synchronize()?;
     let seconds = started.elapsed().as_secs_f64();
@@ -86,7 +99,10 @@ fn run(options: &CudaOptions, folder: &std::path::Path) -> Result<()> {
     drop(host);
 
     let attention = model.layers[0].attention;
-    let element = KvElement::Compute(ComputeType::Bf16);
+    let element = match int8_cache {
+        true => KvElement::Int8,
+        false => KvElement::Compute(ComputeType::Bf16),
+    };
     let layout = KvLayout {
         page_size: PAGE,
         kv_heads: attention.kv_heads,
@@ -104,7 +120,9 @@ fn run(options: &CudaOptions, folder: &std::path::Path) -> Result<()> {
     let kv = attention.kv_heads * attention.head_dim;
     let down = model.layers[0].activation.output_width(wide);
     let layer = hidden * (q + 2 * kv) + q * hidden + hidden * wide + down * hidden;
-    let weights = 2.0 * (layer * model.layers.len() + hidden * model.head_rows) as f64;
+    let size = if int8 { 1 } else { 2 };
+    let model_layers = model.layers.len();
+    let weights = (size * (layer * model_layers + hidden * model.head_rows)) as f64;
     let position = (layout.position_bytes() * model.layers.len()) as f64;
     let mut bench = Bench {
         backend,
@@ -112,13 +130,16 @@ fn run(options: &CudaOptions, folder: &std::path::Path) -> Result<()> {
         workspace,
         pages,
         weights,
+        elements: (layer * model_layers) as f64,
         position,
         read: 0.0,
     };
-    bench.read = bench.best_read()?;
+    let ceilings = ceiling::measure(bench.backend.ops())?;
+    bench.read = ceilings.read;
     println!(
-        "best read {:.0} GB/s, weights of a step {:.2} GB",
+        "best read {:.0} GB/s, product {:.0} TFLOP/s, weights of a step {:.2} GB",
         bench.read / 1e9,
+        ceilings.matmul / 1e12,
         weights / 1e9
     );
     bench.same_text()?;
@@ -126,6 +147,7 @@ fn run(options: &CudaOptions, folder: &std::path::Path) -> Result<()> {
         (128, 1, 1),
         (4096, 1, 1),
         (32768, 1, 1),
+        (131_072, 1, 1),
         (4096, 4, 1),
         (4096, 8, 1),
         (4096, 16, 1),
@@ -281,9 +303,7 @@ impl Bench {
             line += &format!(", recorded {replay:7.3} ms, with its layout {whole:7.3} ms");
             best = replay;
         }
-        let linears = (self.weights / 2.0 - (self.model.hidden * self.model.head_rows) as f64)
-            * 2.0
-            * rows as f64;
+        let linears = 2.0 * self.elements * rows as f64;
         let shape = self.model.layers[0].attention;
         let seen = context as f64 - (new as f64 - 1.0) / 2.0;
         let attention =
@@ -295,23 +315,6 @@ impl Bench {
         );
         println!("{line}");
         Ok(())
-    }
-
-    /// Bytes a second of streaming the head, whose weight is the largest, again and again.
-    fn best_read(&mut self) -> Result<f64> {
-        let layout = Self::layout(1, 1, 1);
-        self.begin(&layout)?;
-        let bytes = (self.model.head_rows * self.model.hidden * 2) as f64;
-        let milliseconds = self.time(20, |bench| {
-            let Bench {
-                backend,
-                model,
-                workspace,
-                ..
-            } = bench;
-            backend.linear(&mut workspace.logits, &model.head, None, &workspace.hidden)
-        })?;
-        Ok(bytes / milliseconds * 1e3)
     }
 }
 

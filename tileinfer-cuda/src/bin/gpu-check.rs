@@ -1,8 +1,8 @@
 //! Holds every kernel against plain f64 loops on the GPU at hand, and against itself: the same row must
 //! come out the same, bit for bit, whatever stands beside it. Prints a line a check and a table of times.
 //!
-//! `gpu-check [--sweep] [--toolkit DIR] PACK_FOLDER [GOLDEN_FOLDER]`; with `--sweep`, candidates for
-//! tiles instead, which takes a toolkit; with a toolkit, kernels that the pack lacks are compiled, and named at the end.
+//! `gpu-check [--sweep | --times] [--toolkit DIR] PACK_FOLDER [GOLDEN_FOLDER]`; with `--sweep`, candidates for
+//! tiles instead, which takes a pack made with `tileinfer-kernels --sweep`; with `--times`, the times alone; with a toolkit, kernels that the pack lacks are compiled, and named at the end.
 
 use std::panic::AssertUnwindSafe;
 use std::path::{Path, PathBuf};
@@ -11,12 +11,13 @@ use std::sync::Arc;
 use half::bf16;
 use tileinfer::Result;
 use tileinfer::testing::{SAME_TEXT_MODELS, conformance, golden_models, same_text_model};
+use tileinfer::weights::int8::{round_activations, split};
 use tileinfer_cuda::CudaBackend;
 use tileinfer_cuda::driver::{Address, Memory};
-use tileinfer_cuda::kernels::{self, Type};
+use tileinfer_cuda::kernels::Type;
 use tileinfer_cuda::ops::{
-    AttentionPlan, Groups, HeadInputs, Ops, PAGE, StepArrays, attention_tiles, attention_variant,
-    sweep_plans, sweep_tiles,
+    AttentionPlan, Groups, HeadInputs, LinearShape, Ops, PAGE, Pools, Rows, StepArrays, Then,
+    attention_tiles, linear_plan, sweep_plans, sweep_shapes, sweep_tiles,
 };
 use tileinfer_cuda::store::KernelOptions;
 
@@ -55,6 +56,9 @@ fn main() {
     let sweep = arguments
         .next_if(|argument| argument == "--sweep")
         .is_some();
+    let times = arguments
+        .next_if(|argument| argument == "--times")
+        .is_some();
     if arguments
         .next_if(|argument| argument == "--toolkit")
         .is_some()
@@ -69,13 +73,16 @@ fn main() {
         .map_or_else(|| PathBuf::from("testdata/golden"), PathBuf::from);
     let failed = Ops::open(0, &options).and_then(|ops| {
         let ops = Arc::new(ops);
-        let checker = Checker {
+        let mut checker = Checker {
             ops: ops.clone(),
             random: 1,
             failed: 0,
         };
         if sweep {
             return checker.sweep();
+        }
+        if times {
+            return checker.times().map(|()| 0);
         }
         let failed = suites(&ops, &golden) + checker.run()?;
         for name in ops.kernels().compiled() {
@@ -120,8 +127,9 @@ impl Array {
 impl Checker {
     fn run(mut self) -> Result<usize> {
         println!("{:?}", self.ops.device().info());
-        let steps: [(&str, Check); 7] = [
+        let steps: [(&str, Check); 8] = [
             ("linear", Self::linear),
+            ("int8", Self::int8),
             ("rows do not see their neighbours", Self::linear_bits),
             ("norms", Self::norms),
             ("activations", Self::activations),
@@ -146,19 +154,6 @@ impl Checker {
     }
 
     fn sweep(mut self) -> Result<usize> {
-        let mut variants = Vec::new();
-        for rows in SWEEP_ROWS {
-            for (n, k) in SWEEP_WEIGHTS {
-                variants.extend(sweep_plans([rows, n, k]).iter().map(|plan| plan.variant));
-            }
-        }
-        for kernel in [&kernels::ATTEND_SPLIT, &kernels::ATTEND_WHOLE] {
-            let variant = |tile| attention_variant(kernel, Type::Bf16, tile, 128, PAGE);
-            variants.extend(sweep_tiles().into_iter().map(variant));
-        }
-        let mut seen = std::collections::HashSet::new();
-        variants.retain(|variant| seen.insert(*variant));
-        self.ops.kernels().prefetch(&variants)?;
         self.attention_case(Type::Bf16, [8, 2, 128], true, 1 << 30, true)?;
         self.linear_sweep()?;
         self.attention_times(true)?;
@@ -318,13 +313,88 @@ impl Checker {
                         );
                         let y = self.poisoned(out, rows * n)?;
                         let bias = biased.then_some(b.at());
+                        let shape = LinearShape::new([kind, out], [rows, n, k]);
                         self.ops
-                            .linear((y.at(), out), x.at(), w.at(), bias, kind, [rows, n, k])?;
+                            .linear(y.at(), x.at().into(), w.at().into(), bias, &shape)?;
                         let bound = if out == Type::Bf16 { 4e-3 } else { 2e-6 };
                         let what = format!("linear {kind:?}->{out:?} {rows} x [{n}, {k}]");
                         let got = self.read(&y)?;
                         self.close(&what, &got, &want, bound);
                     }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Products with int8 weights: rounded activations to the bit, sums within the rounding of `joined`.
+    fn int8(&mut self) -> Result<()> {
+        for kind in [Type::Bf16, Type::F32] {
+            for (n, k) in [(64, 64), (200, 1024), (130, 33), (96, 4096)] {
+                for rows in [1, 3, 9, 17, 40, 130] {
+                    let mut x = self.values(kind, rows * k, 1.0);
+                    x[k / 2] = 1000.0;
+                    if rows > 1 {
+                        x[k..2 * k].fill(0.0);
+                    }
+                    let w: Vec<i8> = (0..n * k)
+                        .map(|_| ((self.next() >> 40) % 255) as i16 as i8)
+                        .collect();
+                    let scales = self.values(Type::F32, n, 0.01);
+                    let b = self.values(kind, n, 1.0);
+                    let mut v = vec![0i16; rows * k];
+                    let t: Vec<f32> = x
+                        .chunks(k)
+                        .zip(v.chunks_mut(k))
+                        .map(|(x, v)| round_activations(x, v))
+                        .collect();
+                    let halves = v.iter().map(|&v| split(v).0);
+                    let halves: Vec<i8> = halves.chain(v.iter().map(|&v| split(v).1)).collect();
+                    let mut want = Vec::new();
+                    for r in 0..rows {
+                        for c in 0..n {
+                            let products = v[r * k..][..k].iter().zip(&w[c * k..][..k]);
+                            let sum: i64 =
+                                products.map(|(&v, &w)| i64::from(v) * i64::from(w)).sum();
+                            let scale = f64::from(t[r]) * f64::from(scales[c]);
+                            want.push(sum as f64 * scale + f64::from(b[c]));
+                        }
+                    }
+                    let x = self.array(kind, &x)?;
+                    let w_bytes: Vec<u8> = w.iter().map(|&w| w.cast_unsigned()).collect();
+                    let weight = self.ops.device().alloc("a weight", n * k)?;
+                    self.ops.device().upload(weight.address(), &w_bytes)?;
+                    let (scales, b) = (self.array(Type::F32, &scales)?, self.array(kind, &b)?);
+                    let bytes = self.ops.device().alloc("bytes", 2 * rows * k)?;
+                    let tops = self.poisoned(Type::F32, rows)?;
+                    let rounded = Rows {
+                        values: bytes.address(),
+                        scales: tops.at(),
+                    };
+                    self.ops
+                        .round_activations(rounded, x.at(), kind, [rows, k])?;
+                    let mut got = vec![0; 2 * rows * k];
+                    self.ops.device().download(bytes.address(), &mut got)?;
+                    let got: Vec<i32> = got.iter().map(|&b| i32::from(b.cast_signed())).collect();
+                    let halves: Vec<i32> = halves.iter().map(|&b| i32::from(b)).collect();
+                    let what = format!("int8 {kind:?} {rows} x [{n}, {k}]");
+                    let got_tops = self.read(&tops)?;
+                    self.same(&format!("{what}: scales"), &got_tops, &t);
+                    if got != halves {
+                        let at = got.iter().zip(&halves).position(|(g, w)| g != w);
+                        println!("FAILED {what}: bytes, first at {at:?}");
+                        self.failed += 1;
+                    }
+                    let y = self.poisoned(Type::F32, rows * n)?;
+                    let weight = Rows {
+                        values: weight.address(),
+                        scales: scales.at(),
+                    };
+                    let shape = LinearShape::new([kind, Type::F32], [rows, n, k]).int8(true);
+                    self.ops
+                        .linear(y.at(), rounded, weight, Some(b.at()), &shape)?;
+                    let got = self.read(&y)?;
+                    self.close(&what, &got, &want, 1e-6);
                 }
             }
         }
@@ -347,14 +417,10 @@ impl Checker {
             let x = self.values(kind, rows * k, 1.0);
             let (w, x) = (self.array(kind, &w)?, self.array(kind, &x)?);
             let all = self.poisoned(Type::F32, rows * n)?;
-            self.ops.linear(
-                (all.at(), Type::F32),
-                x.at(),
-                w.at(),
-                None,
-                kind,
-                [rows, n, k],
-            )?;
+            let types = [kind, Type::F32];
+            let shape = LinearShape::new(types, [rows, n, k]);
+            self.ops
+                .linear(all.at(), x.at().into(), w.at().into(), None, &shape)?;
             let all = self.read(&all)?;
             for at_once in [1, 16, 30, 40, 100] {
                 let first = 7;
@@ -365,14 +431,9 @@ impl Checker {
                 self.ops
                     .device()
                     .queue_copy(copy.at(), from, at_once * k * kind.bytes())?;
-                self.ops.linear(
-                    (some.at(), Type::F32),
-                    copy.at(),
-                    w.at(),
-                    None,
-                    kind,
-                    [at_once, n, k],
-                )?;
+                let shape = LinearShape::new(types, [at_once, n, k]);
+                self.ops
+                    .linear(some.at(), copy.at().into(), w.at().into(), None, &shape)?;
                 let got = self.read(&some)?;
                 self.same(
                     &format!("{kind:?} [{n}, {k}]: {at_once} rows as among {rows}"),
@@ -426,6 +487,7 @@ impl Checker {
                     let delta = residual.then_some(d.at());
                     self.ops.rms_norm(
                         out.at(),
+                        None,
                         x.at(),
                         delta,
                         w.at(),
@@ -495,6 +557,8 @@ impl Checker {
                 let got = self.read(&out)?;
                 self.close(&format!("xielu {kind:?} {count}"), &got, &want, bound);
 
+                self.fused_activation(kind, rows, width)?;
+
                 let a = self.values(kind, count, 1.0);
                 let b = self.values(kind, count, 1.0);
                 let want: Vec<f32> = a.iter().zip(&b).map(|(a, b)| round(kind, a + b)).collect();
@@ -502,6 +566,54 @@ impl Checker {
                 self.ops.add(a.at(), b.at(), [kind; 2], count)?;
                 let got = self.read(&a)?;
                 self.same(&format!("add {kind:?} {count}"), &got, &want);
+            }
+        }
+        Ok(())
+    }
+
+    /// An activation in the product's kernel gives what the product and the activation give one by one, for
+    /// few rows and for many, with a weight cut into splits or not.
+    fn fused_activation(&mut self, kind: Type, rows: usize, width: usize) -> Result<()> {
+        for (rows, k) in [(rows, 512), (150, 64), (300, 1536)] {
+            let x = self.values(kind, rows * k, 1.0);
+            let w = self.values(kind, 2 * width * k, 0.2);
+            let b = self.values(kind, 2 * width, 1.0);
+            let (x, w, b) = (
+                self.array(kind, &x)?,
+                self.array(kind, &w)?,
+                self.array(kind, &b)?,
+            );
+            for (then, n) in [
+                (Then::GatedSilu, 2 * width),
+                (Then::Xielu([0.8, 1.3, 0.5, -1e-6]), width),
+            ] {
+                let wide = self.poisoned(kind, rows * n)?;
+                let plain = self.poisoned(kind, rows * width)?;
+                let fused = self.poisoned(kind, rows * width)?;
+                let shape = LinearShape::new([kind; 2], [rows, n, k]);
+                let bias = Some(b.at());
+                self.ops
+                    .linear(wide.at(), x.at().into(), w.at().into(), bias, &shape)?;
+                match then {
+                    Then::Xielu(scalars) => {
+                        let count = rows * width;
+                        self.ops
+                            .xielu(plain.at(), wide.at(), kind, count, scalars)?;
+                    }
+                    _ => self
+                        .ops
+                        .silu_gated(plain.at(), wide.at(), kind, [rows, width])?,
+                }
+                self.ops.linear(
+                    fused.at(),
+                    x.at().into(),
+                    w.at().into(),
+                    bias,
+                    &shape.then(then),
+                )?;
+                let (plain, fused) = (self.read(&plain)?, self.read(&fused)?);
+                let what = format!("{then:?} {kind:?} {rows} x {k} -> {width} in the product");
+                self.same(&what, &fused, &plain);
             }
         }
         Ok(())
@@ -594,9 +706,10 @@ impl Checker {
                 let q = self.poisoned(kind, rows * heads * head_dim)?;
                 let k = self.array(kind, &vec![0.0; pool])?;
                 let v = self.array(kind, &vec![0.0; pool])?;
-                let arrays = [q.at(), k.at(), v.at(), device_qkv.at()];
                 self.ops.split_norm_rope_store(
-                    arrays,
+                    q.at(),
+                    &pools(k.at(), v.at()),
+                    device_qkv.at(),
                     &inputs,
                     &step,
                     kind,
@@ -630,6 +743,7 @@ impl Checker {
                 if normed {
                     self.ops.rms_norm(
                         q2.at(),
+                        None,
                         q2.at(),
                         None,
                         qw.at(),
@@ -639,6 +753,7 @@ impl Checker {
                     )?;
                     self.ops.rms_norm(
                         k2.at(),
+                        None,
                         k2.at(),
                         None,
                         kw.at(),
@@ -656,8 +771,14 @@ impl Checker {
                 self.ops
                     .rotate(k2.at(), &keys_only, &step, kind, [kv_heads, head_dim])?;
                 let k3 = self.array(kind, &vec![0.0; pool])?;
-                self.ops
-                    .store(k3.at(), k2.at(), &step, kind, [kv_heads, head_dim, PAGE])?;
+                self.ops.store(
+                    k3.at().into(),
+                    None,
+                    k2.at(),
+                    &step,
+                    kind,
+                    [kv_heads, head_dim, PAGE],
+                )?;
                 let (gq, gk) = (self.read(&q2)?, self.read(&k3)?);
                 self.close(
                     &format!("{what}: queries, plain form"),
@@ -772,7 +893,7 @@ impl Checker {
         }
 
         let group = heads / kv_heads;
-        let (few, many) = attention_tiles(kind, group);
+        let [few, more, many] = attention_tiles(kind, group);
         let device_positions = self.integers(&positions)?;
         let device_meta = self.integers(&row_meta)?;
         let device_tables = self.integers(&tables)?;
@@ -805,14 +926,14 @@ impl Checker {
             "attention {kind:?} {heads}/{kv_heads} x {head_dim}, causal {causal}, window {window}"
         );
         let mut results = Vec::new();
-        let tries = if sweep {
-            sweep_tiles()
-                .into_iter()
-                .flat_map(|tile| [(tile, false), (tile, true), (tile, false)])
-                .collect()
-        } else {
-            vec![(few, false), (many, false), (many, true)]
-        };
+        let mut tries = vec![(more, false), (many, true)];
+        if head_dim > 16 {
+            // Of smaller heads the backend does not take this tile.
+            tries.push((few, false));
+        }
+        if sweep {
+            tries.extend(sweep_tiles().into_iter().map(|tile| (tile, true)));
+        }
         for &(tile, whole) in &tries {
             let mut groups = Vec::new();
             let mut first = 0;
@@ -846,7 +967,8 @@ impl Checker {
             let out = self.poisoned(kind, rows * heads * head_dim)?;
             self.ops.attention(
                 out.at(),
-                [q.at(), k.at(), v.at()],
+                q.at(),
+                &pools(k.at(), v.at()),
                 &step,
                 &groups,
                 &plan,
@@ -985,7 +1107,8 @@ impl Checker {
                 let ops = &self.ops;
                 let time = self.time(copies, |i| {
                     let w = pool.address() + (i % copies * bytes) as Address;
-                    ops.linear((y.at(), kind), x.at(), w, None, kind, [rows, n, k])
+                    let shape = LinearShape::new([kind; 2], [rows, n, k]);
+                    ops.linear(y.at(), x.at().into(), w.into(), None, &shape)
                 })?;
                 line += &format!(
                     " {rows} rows {time:.1} us ({:.0} GB/s)",
@@ -994,12 +1117,57 @@ impl Checker {
             }
             println!("{line}");
         }
+        // What a layer's decode is made of: products with their activations, and other numbers of splits.
+        for int8 in [false, true] {
+            for (n, k, then) in [
+                (6144, 4096, Then::Nothing),
+                (4096, 4096, Then::Nothing),
+                (24576, 4096, Then::Nothing),
+                (24576, 4096, Then::GatedSilu),
+                (4096, 12288, Then::Nothing),
+                (151_936, 4096, Then::Nothing),
+            ] {
+                let bytes = n * k * if int8 { 1 } else { 2 };
+                let copies = ((4usize << 30) / bytes).min(64);
+                let mut line = format!("int8 {int8}, {then:?} {n} x {k}:");
+                for rows in [1, 16, 64] {
+                    let shape = LinearShape::new([kind; 2], [rows, n, k])
+                        .int8(int8)
+                        .then(then);
+                    let chosen = linear_plan(&shape);
+                    for splits in [1, 2, 4, 8] {
+                        let mut plan = chosen;
+                        plan.grid[2] = splits;
+                        plan.split_columns = k / splits;
+                        if plan.grid[1] * splits > 1024 || splits > 1 && rows > 16 {
+                            continue;
+                        }
+                        if rows > 16 {
+                            plan = chosen;
+                        }
+                        let ops = &self.ops;
+                        let time = self.time(copies, |i| {
+                            let w = pool.address() + (i % copies * bytes) as Address;
+                            let rows = |values| Rows {
+                                values,
+                                scales: x.at(),
+                            };
+                            ops.linear_by(&plan, y.at(), rows(x.at()), rows(w), None, &shape)
+                        })?;
+                        let mark = if plan == chosen { "*" } else { "" };
+                        line += &format!(" {rows} rows/{splits}{mark} {time:.1} us");
+                    }
+                }
+                println!("{line}");
+            }
+        }
         for rows in [512, 4096] {
             for (n, k) in [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)] {
                 let ops = &self.ops;
                 let time = self.time(4, |i| {
                     let w = pool.address() + (i * n * k * 2) as Address;
-                    ops.linear((y.at(), kind), x.at(), w, None, kind, [rows, n, k])
+                    let shape = LinearShape::new([kind; 2], [rows, n, k]);
+                    ops.linear(y.at(), x.at().into(), w.into(), None, &shape)
                 })?;
                 println!(
                     "linear {rows} rows, {n} x {k}: {time:.1} us, {:.0} TFLOP/s",
@@ -1011,6 +1179,7 @@ impl Checker {
         let norm = self.time(64, |_| {
             self.ops.rms_norm(
                 y.at(),
+                None,
                 x.at(),
                 Some(pool.address()),
                 noise.at(),
@@ -1042,26 +1211,28 @@ impl Checker {
         let x = self.values(kind, 4096 * 4096, 1.0);
         let x = self.array(kind, &x)?;
         let y = self.poisoned(kind, 4096 * 24576)?;
-        for rows in SWEEP_ROWS {
-            for (n, k) in SWEEP_WEIGHTS {
-                let k = if rows > 512 { 4096 } else { k };
-                let bytes = n * k * 2;
-                let copies = ((2usize << 30) / bytes).min(if rows > 128 { 4 } else { 16 });
-                for plan in sweep_plans([rows, n, k]) {
-                    let ops = &self.ops;
-                    let time = self.time(copies, |i| {
-                        let w = pool.at() + (i % copies * bytes) as Address;
-                        ops.linear_by(&plan, y.at(), x.at(), w, None, [rows, n, k])
-                    })?;
-                    let (rate, flops) = (
-                        bytes as f64 / time / 1e3,
-                        2.0 * (rows * n * k) as f64 / time / 1e6,
-                    );
-                    println!(
-                        "{rows:4} rows {n} x {k}: {time:7.1} us, {rate:4.0} GB/s, {flops:3.0} TFLOP/s {}",
-                        plan.variant
-                    );
-                }
+        for shape in sweep_shapes() {
+            let (rows, n, k) = (shape.rows, shape.n, shape.k);
+            let bytes = n * k * if shape.int8 { 1 } else { 2 };
+            let copies = ((2usize << 30) / bytes).min(if rows > 128 { 4 } else { 32 });
+            for plan in sweep_plans(&shape) {
+                let ops = &self.ops;
+                let time = self.time(copies, |i| {
+                    let rows = |values| Rows {
+                        values,
+                        scales: x.at(),
+                    };
+                    let w = pool.at() + (i % copies * bytes) as Address;
+                    ops.linear_by(&plan, y.at(), rows(x.at()), rows(w), None, &shape)
+                })?;
+                let (rate, flops) = (
+                    bytes as f64 / time / 1e3,
+                    2.0 * (rows * n * k) as f64 / time / 1e6,
+                );
+                println!(
+                    "{rows:4} rows {n} x {k}: {time:7.1} us, {rate:4.0} GB/s, {flops:3.0} TFLOP/s {} {:?}",
+                    plan.variant, plan.grid
+                );
             }
         }
         Ok(())
@@ -1094,14 +1265,23 @@ impl Checker {
             let pages = (table_width * sequences).min(2000);
             let layer = pages * kv_heads * PAGE * head_dim * 2;
             let layers = ((2usize << 30) / layer).clamp(1, 24);
-            let (few, many) = attention_tiles(kind, group);
-            let chosen = if new * group <= few.queries {
+            let [few, more, many] = attention_tiles(kind, group);
+            let split = if new * group <= few.queries {
                 few
             } else {
-                many
+                more
             };
-            let tiles = if sweep { sweep_tiles() } else { vec![chosen] };
-            for tile in tiles {
+            let mut tries = Vec::new();
+            if rows <= 512 {
+                tries.push((split, false));
+            }
+            if sequences == 1 && rows > 512 {
+                tries.push((many, true));
+                if sweep {
+                    tries.extend(sweep_tiles().into_iter().map(|tile| (tile, true)));
+                }
+            }
+            for (tile, whole) in tries {
                 let size = tile.queries / group;
                 let mut groups = Vec::new();
                 let mut meta = Vec::new();
@@ -1152,17 +1332,15 @@ impl Checker {
                     block_slots: context.div_ceil(256) + 1,
                 };
                 let out = self.poisoned(kind, rows * heads * head_dim)?;
-                for whole in [false, true] {
-                    if (!whole && rows > 512) || (whole && tile == few) {
-                        continue;
-                    }
+                {
                     let ops = &self.ops;
                     let time = self.time(layers, |i| {
                         let keys = pool.at() + (i * layer) as Address;
                         let values = keys + (2u64 << 30);
                         ops.attention(
                             out.at(),
-                            [q.at(), keys, values],
+                            q.at(),
+                            &pools(keys, values),
                             &step,
                             &groups,
                             &plan,
@@ -1175,8 +1353,7 @@ impl Checker {
                         * (rows * heads * head_dim) as f64
                         * (context as f64 - new as f64 / 2.0);
                     println!(
-                        "attention {sequences} x {new} rows at {context}, {tile:?} {}: {time:.1} us, {:.0} GB/s, {:.0} TFLOP/s",
-                        if whole { "whole" } else { "split" },
+                        "attention {sequences} x {new} rows at {context}, {tile:?} whole {whole}: {time:.1} us, {:.0} GB/s, {:.0} TFLOP/s",
                         bytes / time / 1e3,
                         flops / time / 1e6
                     );
@@ -1187,10 +1364,14 @@ impl Checker {
     }
 }
 
-/// Rows and weights that a sweep times linears at.
-const SWEEP_ROWS: [usize; 5] = [1, 64, 128, 512, 4096];
-const SWEEP_WEIGHTS: [(usize, usize); 4] =
-    [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)];
+/// Keys and values of the compute type.
+fn pools(keys: Address, values: Address) -> Pools {
+    Pools {
+        keys: keys.into(),
+        values: values.into(),
+        factors: 0,
+    }
+}
 
 fn round(kind: Type, value: f32) -> f32 {
     match kind {

@@ -1,6 +1,8 @@
 //! Compiles every kernel for the architectures named into packs. Needs a CUDA toolkit's `tileiras`, no GPU.
 //!
-//! `tileinfer-kernels TOOLKIT FOLDER ARCH...`
+//! `tileinfer-kernels [--sweep] [--only TEXT] TOOLKIT FOLDER ARCH...`, where `--sweep` adds what
+//! `gpu-check --sweep` tries and `--only` leaves out kernels whose names hold
+//! none of the texts, separated by semicolons: a quick pack to try something with.
 
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -10,14 +12,27 @@ use sha2::{Digest, Sha256};
 use tileinfer::{Error, Result};
 use tileinfer_cuda::compile::{self, Assembler};
 use tileinfer_cuda::kernels::{Variant, fingerprint};
-use tileinfer_cuda::ops::catalog;
+use tileinfer_cuda::ops::{catalog, sweep_catalog};
 use tileinfer_cuda::pack::Pack;
 
 fn main() {
-    let mut arguments = std::env::args().skip(1);
-    let catalog = catalog();
+    let mut arguments = std::env::args().skip(1).peekable();
+    let mut catalog = catalog();
+    if arguments
+        .next_if(|argument| argument == "--sweep")
+        .is_some()
+    {
+        catalog.extend(sweep_catalog());
+    }
+    if arguments.next_if(|argument| argument == "--only").is_some() {
+        let texts = arguments.next().unwrap_or_default();
+        catalog.retain(|variant| {
+            let name = variant.to_string();
+            texts.split(';').any(|text| name.contains(text))
+        });
+    }
     let (Some(toolkit), Some(folder)) = (arguments.next(), arguments.next()) else {
-        eprintln!("usage: tileinfer-kernels TOOLKIT FOLDER ARCH...");
+        eprintln!("usage: tileinfer-kernels [--sweep] [--only TEXT] TOOLKIT FOLDER ARCH...");
         std::process::exit(2);
     };
     let result = arguments.try_for_each(|arch| {
@@ -46,37 +61,18 @@ fn build(variants: &[Variant], toolkit: &Path, folder: &Path, arch: &str) -> Res
     let cubins = folder.join("cubins");
     std::fs::create_dir_all(&cubins).map_err(|source| Error::io(&cubins, source))?;
     let path = folder.join(format!("tileinfer-{arch}.pack"));
-    let pack = Mutex::new(Pack::new(arch, fingerprint()));
-    let failures = Mutex::new(Vec::new());
-    let next = AtomicUsize::new(0);
-    let work = || {
-        while let Some(variant) = variants.get(next.fetch_add(1, Ordering::Relaxed)) {
-            match cubin(&assembler, variant, &cubins, arch) {
-                Ok(cubin) => {
-                    pack.lock()
-                        .expect("no thread panics with the pack")
-                        .insert(&variant.to_string(), &cubin);
-                }
-                Err(error) => failures
-                    .lock()
-                    .expect("no thread panics with the list")
-                    .push(error.to_string()),
-            }
-        }
-    };
-    std::thread::scope(|scope| {
-        let threads = std::thread::available_parallelism().map_or(2, std::num::NonZero::get);
-        for _ in 0..threads {
-            scope.spawn(work);
-        }
-    });
-    let failures = failures
-        .into_inner()
-        .expect("no thread panicked with the list");
-    for failure in &failures {
-        eprintln!("{failure}");
+    // What the kernel compiler refuses is known long before everything is assembled.
+    let bytecodes = on_all_cores(variants, |variant| {
+        Ok((variant, compile::bytecode(variant, arch)?))
+    })?;
+    let assembled = on_all_cores(&bytecodes, |(variant, bytecode)| {
+        let cubin = cubin(&assembler, variant, bytecode, &cubins, arch)?;
+        Ok((variant, cubin))
+    })?;
+    let mut pack = Pack::new(arch, fingerprint());
+    for (variant, cubin) in &assembled {
+        pack.insert(&variant.to_string(), cubin);
     }
-    let pack = pack.into_inner().expect("no thread panicked with the pack");
     pack.write(&path)?;
     let bytes = std::fs::metadata(&path).map_or(0, |file| file.len());
     println!(
@@ -85,25 +81,54 @@ fn build(variants: &[Variant], toolkit: &Path, folder: &Path, arch: &str) -> Res
         pack.len(),
         bytes / 1024
     );
-    match failures.len() {
-        0 => Ok(()),
-        count => Err(Error::Bug(format!(
-            "{count} kernels do not compile for {arch}"
-        ))),
+    Ok(())
+}
+
+/// `work` on each item; if it fails for some, says why for each.
+fn on_all_cores<'a, T: Sync, R: Send>(
+    items: &'a [T],
+    work: impl Fn(&'a T) -> Result<R> + Sync,
+) -> Result<Vec<R>> {
+    let results = Mutex::new(Vec::new());
+    let next = AtomicUsize::new(0);
+    let turn = || {
+        while let Some(item) = items.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let result = work(item);
+            let mut results = results.lock().expect("no thread panics with the list");
+            results.push(result);
+        }
+    };
+    std::thread::scope(|scope| {
+        let threads = std::thread::available_parallelism().map_or(2, std::num::NonZero::get);
+        for _ in 0..threads {
+            scope.spawn(turn);
+        }
+    });
+    let results = results.into_inner().expect("no thread panicked with it");
+    let failed = results.iter().filter_map(|result| result.as_ref().err());
+    let count = failed.inspect(|error| eprintln!("{error}")).count();
+    if count > 0 {
+        return Err(Error::Bug(format!("{count} kernels do not compile")));
     }
+    Ok(results.into_iter().flatten().collect())
 }
 
 /// The machine code of a variant: kept, or assembled and kept.
-fn cubin(assembler: &Assembler, variant: &Variant, cubins: &Path, arch: &str) -> Result<Vec<u8>> {
-    let bytecode = compile::bytecode(variant, arch)?;
+fn cubin(
+    assembler: &Assembler,
+    variant: &Variant,
+    bytecode: &[u8],
+    cubins: &Path,
+    arch: &str,
+) -> Result<Vec<u8>> {
     let mut hasher = Sha256::new();
-    hasher.update(&bytecode);
+    hasher.update(bytecode);
     hasher.update(arch);
     let path = cubins.join(format!("{:x}.cubin", hasher.finalize()));
     if let Ok(cubin) = std::fs::read(&path) {
         return Ok(cubin);
     }
-    let cubin = assembler.assemble(&variant.to_string(), &bytecode, arch)?;
+    let cubin = assembler.assemble(&variant.to_string(), bytecode, arch)?;
     let temporary = path.with_extension(format!("{}.incomplete", std::process::id()));
     std::fs::write(&temporary, &cubin).map_err(|source| Error::io(&temporary, source))?;
     std::fs::rename(&temporary, &path).map_err(|source| Error::io(&path, source))?;

@@ -6,6 +6,53 @@ pub mod activation {
     use super::super::views::views::*;
     use cutile::core::*;
 
+    /// `silu(gate) * up` of values that are rounded to `E` before.
+    pub fn gated_silu<E: ElementType, const A: i32, const B: i32, const C: i32>(
+        gate: Tile<f32, { [A, B, C] }>,
+        up: Tile<f32, { [A, B, C] }>,
+    ) -> Tile<f32, { [A, B, C] }> {
+        let gate: Tile<E, { [A, B, C] }> = convert_tile(gate);
+        let gate: Tile<f32, { [A, B, C] }> = convert_tile(gate);
+        let up: Tile<E, { [A, B, C] }> = convert_tile(up);
+        let up: Tile<f32, { [A, B, C] }> = convert_tile(up);
+        let one: Tile<f32, { [A, B, C] }> = constant(1.0f32, shape![A, B, C]);
+        let zero: Tile<f32, { [A, B, C] }> = constant(0.0f32, shape![A, B, C]);
+        true_div(gate, one + exp(zero - gate)) * up
+    }
+
+    /// xIELU (arXiv:2411.13010) of values that are rounded to `E` before. Near zero `expm1(x) - x` is a
+    /// Taylor polynomial: the difference of two close numbers would lose its digits.
+    pub fn curve<E: ElementType, const A: i32, const B: i32, const C: i32>(
+        value: Tile<f32, { [A, B, C] }>,
+        alpha_p: f32,
+        alpha_n: f32,
+        beta: f32,
+        eps: f32,
+    ) -> Tile<f32, { [A, B, C] }> {
+        let value: Tile<E, { [A, B, C] }> = convert_tile(value);
+        let value: Tile<f32, { [A, B, C] }> = convert_tile(value);
+        let zero: Tile<f32, { [A, B, C] }> = constant(0.0f32, shape![A, B, C]);
+        let one: Tile<f32, { [A, B, C] }> = constant(1.0f32, shape![A, B, C]);
+        let slope: Tile<f32, { [A, B, C] }> = broadcast_scalar(beta, shape![A, B, C]);
+        let positive: Tile<f32, { [A, B, C] }> =
+            broadcast_scalar(alpha_p, shape![A, B, C]) * value * value;
+
+        let low: Tile<f32, { [A, B, C] }> = min_tile(value, broadcast_scalar(eps, shape![A, B, C]));
+        let far: Tile<f32, { [A, B, C] }> = exp(low) - one;
+        let c3: Tile<f32, { [A, B, C] }> = constant(0.16666667f32, shape![A, B, C]);
+        let c4: Tile<f32, { [A, B, C] }> = constant(0.041666668f32, shape![A, B, C]);
+        let c5: Tile<f32, { [A, B, C] }> = constant(0.008333334f32, shape![A, B, C]);
+        let c6: Tile<f32, { [A, B, C] }> = constant(0.0013888889f32, shape![A, B, C]);
+        let half: Tile<f32, { [A, B, C] }> = constant(0.5f32, shape![A, B, C]);
+        let near: Tile<f32, { [A, B, C] }> =
+            low + low * low * (half + low * (c3 + low * (c4 + low * (c5 + low * c6))));
+        let edge: Tile<f32, { [A, B, C] }> = constant(-0.5f32, shape![A, B, C]);
+        let expm1: Tile<f32, { [A, B, C] }> = select(gt_tile(low, edge), near, far);
+        let negative: Tile<f32, { [A, B, C] }> =
+            (expm1 - value) * broadcast_scalar(alpha_n, shape![A, B, C]);
+        select(gt_tile(value, zero), positive, negative) + slope * value
+    }
+
     /// `out = silu(gate) * up` of rows that hold `width` gate values, then `width` up values.
     /// Grid: (width / W, rows).
     #[cutile::entry(unchecked_accesses = true)]
@@ -24,17 +71,16 @@ pub mod activation {
         let up: Tile<E, { [1, W] }> = x_part.load([pid.1 * 2 + 1, pid.0]);
         let gate: Tile<f32, { [1, W] }> = convert_tile(gate);
         let up: Tile<f32, { [1, W] }> = convert_tile(up);
-        let one: Tile<f32, { [1, W] }> = constant(1.0f32, shape![1, W]);
-        let zero: Tile<f32, { [1, W] }> = constant(0.0f32, shape![1, W]);
-        let value: Tile<f32, { [1, W] }> = true_div(gate, one + exp(zero - gate)) * up;
+        let value: Tile<f32, { [1, 1, W] }> =
+            gated_silu::<E, 1, 1, W>(gate.reshape(shape![1, 1, W]), up.reshape(shape![1, 1, W]));
+        let value: Tile<f32, { [1, W] }> = value.reshape(shape![1, W]);
         let value: Tile<E, { [1, W] }> = convert_tile(value);
         let out_view: Tensor<E, { [-1, -1] }> = matrix(out, rows, width, width, free);
         let mut out_part: PartitionMut<E, { [1, W] }> = out_view.partition_full_mut(shape![1, W]);
         out_part.store_unchecked(value, [pid.1, pid.0]);
     }
 
-    /// xIELU (arXiv:2411.13010) of `count` values. Near zero `expm1(x) - x` is a Taylor polynomial: the
-    /// difference of two close numbers would lose its digits. Grid: (count / W).
+    /// xIELU of `count` values. Grid: (count / W).
     #[cutile::entry(unchecked_accesses = true)]
     unsafe fn xielu<E: ElementType, const W: i32>(
         out: *mut E,
@@ -51,27 +97,10 @@ pub mod activation {
         let x_part: Partition<E, { [1, W] }> = x_view.partition(shape![1, W]);
         let value: Tile<E, { [1, W] }> = x_part.load([0i32, pid.0]);
         let value: Tile<f32, { [1, W] }> = convert_tile(value);
-        let zero: Tile<f32, { [1, W] }> = constant(0.0f32, shape![1, W]);
-        let one: Tile<f32, { [1, W] }> = constant(1.0f32, shape![1, W]);
-        let slope: Tile<f32, { [1, W] }> = broadcast_scalar(beta, shape![1, W]);
-        let positive: Tile<f32, { [1, W] }> =
-            broadcast_scalar(alpha_p, shape![1, W]) * value * value;
-
-        let low: Tile<f32, { [1, W] }> = min_tile(value, broadcast_scalar(eps, shape![1, W]));
-        let far: Tile<f32, { [1, W] }> = exp(low) - one;
-        let c3: Tile<f32, { [1, W] }> = constant(0.16666667f32, shape![1, W]);
-        let c4: Tile<f32, { [1, W] }> = constant(0.041666668f32, shape![1, W]);
-        let c5: Tile<f32, { [1, W] }> = constant(0.008333334f32, shape![1, W]);
-        let c6: Tile<f32, { [1, W] }> = constant(0.0013888889f32, shape![1, W]);
-        let half: Tile<f32, { [1, W] }> = constant(0.5f32, shape![1, W]);
-        let near: Tile<f32, { [1, W] }> =
-            low + low * low * (half + low * (c3 + low * (c4 + low * (c5 + low * c6))));
-        let edge: Tile<f32, { [1, W] }> = constant(-0.5f32, shape![1, W]);
-        let expm1: Tile<f32, { [1, W] }> = select(gt_tile(low, edge), near, far);
-        let negative: Tile<f32, { [1, W] }> =
-            (expm1 - value) * broadcast_scalar(alpha_n, shape![1, W]);
-        let curve: Tile<f32, { [1, W] }> = select(gt_tile(value, zero), positive, negative);
-        let result: Tile<E, { [1, W] }> = convert_tile(curve + slope * value);
+        let value: Tile<f32, { [1, 1, W] }> =
+            curve::<E, 1, 1, W>(value.reshape(shape![1, 1, W]), alpha_p, alpha_n, beta, eps);
+        let value: Tile<f32, { [1, W] }> = value.reshape(shape![1, W]);
+        let result: Tile<E, { [1, W] }> = convert_tile(value);
         let out_view: Tensor<E, { [-1, -1] }> = matrix(out, 1, count, count, free);
         let mut out_part: PartitionMut<E, { [1, W] }> = out_view.partition_full_mut(shape![1, W]);
         out_part.store_unchecked(result, [0i32, pid.0]);

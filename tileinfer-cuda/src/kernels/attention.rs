@@ -1,28 +1,31 @@
 //! Paged grouped-query attention: blocks of 256 keys by absolute position, folded left to right.
 //!
-//! Keys stand on the left of both products, so that a page of 64 keys fills the tensor core whatever the
-//! number of queries: `S^T = K Q^T`, `O^T = V^T P^T`. Within a block of 256 keys four pages are folded with
-//! a running maximum; blocks are then folded into the result (arXiv:1805.02867). Every arithmetic step of
-//! a query's column is the same in `attend_split` + `fold` and in `attend_whole`, whatever stands in the columns beside it; the weights of the softmax are
-//! summed by the tensor core as well, since the order of a plain reduction depends on the tile's layout.
+//! For few queries, keys stand on the left of both products, so that a page of 64 keys fills the tensor core
+//! whatever the number of queries: `S^T = K Q^T`, `O^T = V^T P^T` (`attend_split`). For many, queries do:
+//! `S = Q K^T`, `O = P V` (`attend_whole`); a sum's bits do not depend on the side. Within a block of 256
+//! keys four pages are folded with a running maximum; blocks are then folded into the result
+//! (arXiv:1805.02867). Every arithmetic step of a query is the same in all three kernels, whatever stands
+//! beside it; the weights of the softmax are summed by the tensor core as well, since the order of a plain
+//! reduction depends on the tile's layout.
 
 #[cutile::module]
 #[allow(missing_docs)]
 pub mod attention {
+    use super::super::bytes::bytes::*;
     use super::super::views::views::*;
     use cutile::core::*;
 
-    /// The query vectors of one kv head of a group of rows, one a column: query head by query head, row by
-    /// row. Columns past the group's are zero.
+    /// The query vectors of one kv head of a group of rows, query head by query head, row by row. Those past
+    /// the group's are zero.
     ///
     /// # Safety
     /// As for the entry points below.
-    unsafe fn load_queries<E: ElementType, const BQ: i32, const D: i32>(
+    pub unsafe fn load_queries<E: ElementType, const BQ: i32, const D: i32>(
         free: Token,
         queries: *mut E,
         offsets: Tile<i32, { [BQ, D] }>,
         live: Tile<bool, { [BQ, D] }>,
-    ) -> Tile<E, { [D, BQ] }> {
+    ) -> Tile<E, { [BQ, D] }> {
         let (q, _t): (Tile<E, { [BQ, D] }>, Token) = load_ptr_tko(
             addresses(queries, offsets),
             ordering::Weak,
@@ -33,12 +36,11 @@ pub mod attention {
             Latency::<0>,
         );
         let nothing: Tile<E, { [BQ, D] }> = constant(E::ZERO, shape![BQ, D]);
-        let q: Tile<E, { [BQ, D] }> = select(live, q, nothing);
-        q.transpose()
+        select(live, q, nothing)
     }
 
     /// Of each query vector of a group, which of all `[rows, heads]` vectors it is.
-    fn vector_numbers<const BQ: i32, const C: i32>(
+    pub fn vector_numbers<const BQ: i32, const C: i32>(
         first_row: i32,
         heads: i32,
         kv_head: i32,
@@ -58,7 +60,7 @@ pub mod attention {
     ///
     /// # Safety
     /// As for the entry points below.
-    unsafe fn load_page<E: ElementType, const D: i32, const PAGE: i32, const LATENCY: i32>(
+    pub unsafe fn load_page<E: ElementType, const D: i32, const PAGE: i32, const LATENCY: i32>(
         pool: *mut E,
         table: *mut i32,
         table_start: i32,
@@ -88,28 +90,20 @@ pub mod attention {
             let seen: Tile<bool, { [64, D] }> = ge_tile(key, broadcast_scalar(low, shape![64, D]))
                 & lt_tile(key, broadcast_scalar(high, shape![64, D]))
                 & lt_tile(lane, broadcast_scalar(head_dim, shape![64, D]));
-            let size: Tile<i32, { [64, D] }> = broadcast_scalar(page_size, shape![64, D]);
-            let (page, _t): (Tile<i32, { [64, D] }>, Token) = load_ptr_tko(
-                addresses(
-                    table,
-                    broadcast_scalar(table_start, shape![64, D]) + key / size,
-                ),
-                ordering::Weak,
-                None::<scope::Device>,
-                Some(seen),
-                None,
-                Some(free),
-                Latency::<0>,
+            let vector: Tile<i32, { [64, D] }> = vectors_of_keys::<64, D>(
+                table,
+                table_start,
+                key,
+                seen,
+                page_size,
+                kv_heads,
+                kv_head,
+                free,
             );
-            let page: Tile<i32, { [64, D] }> = select(seen, page, constant_like::<64, D>());
-            let block: Tile<i32, { [64, D] }> = page * broadcast_scalar(kv_heads, shape![64, D])
-                + broadcast_scalar(kv_head, shape![64, D]);
-            let vector: Tile<i32, { [64, D] }> = block * size + key % size;
+            let at: Tile<i32, { [64, D] }> =
+                vector * broadcast_scalar(head_dim, shape![64, D]) + lane;
             let (vectors, _t): (Tile<E, { [64, D] }>, Token) = load_ptr_tko(
-                addresses(
-                    pool,
-                    vector * broadcast_scalar(head_dim, shape![64, D]) + lane,
-                ),
+                addresses(pool, at),
                 ordering::Weak,
                 None::<scope::Device>,
                 Some(seen),
@@ -122,8 +116,234 @@ pub mod attention {
         result
     }
 
+    /// The same of the keys of an int8 cache, without their scales.
+    ///
+    /// # Safety
+    /// As for the entry points below.
+    pub unsafe fn load_key_bytes<const D: i32, const PAGE: i32, const LATENCY: i32>(
+        pool: *mut i8,
+        table: *mut i32,
+        table_start: i32,
+        first: i32,
+        low: i32,
+        high: i32,
+        page_size: i32,
+        pages: i32,
+        kv_heads: i32,
+        kv_head: i32,
+        head_dim: i32,
+        free: Token,
+    ) -> Tile<i8, { [64, D] }> {
+        let mut result: Tile<i8, { [64, D] }> = constant(0i8, shape![64, D]);
+        if PAGE == 64 {
+            let page: i32 = scalar_at(free, table, table_start + first / 64);
+            let view: Tensor<i8, { [-1, -1, -1] }> =
+                page_pool(pool, pages * kv_heads, 64i32, head_dim, free);
+            let part: Partition<i8, { [1, 64, D] }> = view.partition(shape![1, 64, D]);
+            let block: Tile<i8, { [1, 64, D] }> =
+                part.load_pipelined::<LATENCY>([page * kv_heads + kv_head, 0i32, 0i32]);
+            result = block.reshape(shape![64, D]);
+        } else {
+            let key: Tile<i32, { [64, D] }> =
+                row_numbers::<64, D>() + broadcast_scalar(first, shape![64, D]);
+            let lane: Tile<i32, { [64, D] }> = column_numbers::<64, D>();
+            let seen: Tile<bool, { [64, D] }> = ge_tile(key, broadcast_scalar(low, shape![64, D]))
+                & lt_tile(key, broadcast_scalar(high, shape![64, D]))
+                & lt_tile(lane, broadcast_scalar(head_dim, shape![64, D]));
+            let vector: Tile<i32, { [64, D] }> = vectors_of_keys::<64, D>(
+                table,
+                table_start,
+                key,
+                seen,
+                page_size,
+                kv_heads,
+                kv_head,
+                free,
+            );
+            let at: Tile<i32, { [64, D] }> =
+                vector * broadcast_scalar(head_dim, shape![64, D]) + lane;
+            let (vectors, _t): (Tile<i8, { [64, D] }>, Token) = load_ptr_tko(
+                addresses(pool, at),
+                ordering::Weak,
+                None::<scope::Device>,
+                Some(seen),
+                None,
+                Some(free),
+                Latency::<0>,
+            );
+            result = select(seen, vectors, result);
+        }
+        result
+    }
+
+    /// The same of its values, `[D, 64]`, as they lie there.
+    ///
+    /// # Safety
+    /// As for the entry points below.
+    pub unsafe fn load_value_bytes<const D: i32, const PAGE: i32, const LATENCY: i32>(
+        pool: *mut i8,
+        table: *mut i32,
+        table_start: i32,
+        first: i32,
+        low: i32,
+        high: i32,
+        page_size: i32,
+        pages: i32,
+        kv_heads: i32,
+        kv_head: i32,
+        head_dim: i32,
+        free: Token,
+    ) -> Tile<i8, { [D, 64] }> {
+        let mut result: Tile<i8, { [D, 64] }> = constant(0i8, shape![D, 64]);
+        if PAGE == 64 {
+            let page: i32 = scalar_at(free, table, table_start + first / 64);
+            let view: Tensor<i8, { [-1, -1, -1] }> =
+                page_pool(pool, pages * kv_heads, head_dim, 64i32, free);
+            let part: Partition<i8, { [1, D, 64] }> = view.partition(shape![1, D, 64]);
+            let block: Tile<i8, { [1, D, 64] }> =
+                part.load_pipelined::<LATENCY>([page * kv_heads + kv_head, 0i32, 0i32]);
+            result = block.reshape(shape![D, 64]);
+        } else {
+            let key: Tile<i32, { [D, 64] }> =
+                column_numbers::<D, 64>() + broadcast_scalar(first, shape![D, 64]);
+            let lane: Tile<i32, { [D, 64] }> = row_numbers::<D, 64>();
+            let seen: Tile<bool, { [D, 64] }> = ge_tile(key, broadcast_scalar(low, shape![D, 64]))
+                & lt_tile(key, broadcast_scalar(high, shape![D, 64]))
+                & lt_tile(lane, broadcast_scalar(head_dim, shape![D, 64]));
+            let vector: Tile<i32, { [D, 64] }> = vectors_of_keys::<D, 64>(
+                table,
+                table_start,
+                key,
+                seen,
+                page_size,
+                kv_heads,
+                kv_head,
+                free,
+            );
+            let size: Tile<i32, { [D, 64] }> = broadcast_scalar(page_size, shape![D, 64]);
+            let dims: Tile<i32, { [D, 64] }> = broadcast_scalar(head_dim, shape![D, 64]);
+            let at: Tile<i32, { [D, 64] }> = (vector / size * dims + lane) * size + vector % size;
+            let (vectors, _t): (Tile<i8, { [D, 64] }>, Token) = load_ptr_tko(
+                addresses(pool, at),
+                ordering::Weak,
+                None::<scope::Device>,
+                Some(seen),
+                None,
+                Some(free),
+                Latency::<0>,
+            );
+            result = select(seen, vectors, result);
+        }
+        result
+    }
+
+    /// Of each key that is seen, which of all `[pages, kv_heads, page_size]` vectors it is; 0 of others.
+    ///
+    /// # Safety
+    /// As for the entry points below.
+    pub unsafe fn vectors_of_keys<const R: i32, const C: i32>(
+        table: *mut i32,
+        table_start: i32,
+        key: Tile<i32, { [R, C] }>,
+        seen: Tile<bool, { [R, C] }>,
+        page_size: i32,
+        kv_heads: i32,
+        kv_head: i32,
+        free: Token,
+    ) -> Tile<i32, { [R, C] }> {
+        let size: Tile<i32, { [R, C] }> = broadcast_scalar(page_size, shape![R, C]);
+        let (page, _t): (Tile<i32, { [R, C] }>, Token) = load_ptr_tko(
+            addresses(
+                table,
+                broadcast_scalar(table_start, shape![R, C]) + key / size,
+            ),
+            ordering::Weak,
+            None::<scope::Device>,
+            Some(seen),
+            None,
+            Some(free),
+            Latency::<0>,
+        );
+        let block: Tile<i32, { [R, C] }> = page * broadcast_scalar(kv_heads, shape![R, C])
+            + broadcast_scalar(kv_head, shape![R, C]);
+        select(seen, block * size + key % size, constant_like::<R, C>())
+    }
+
+    /// The scales of int8 keys or values `key`; 0 of those outside `low .. high`.
+    ///
+    /// # Safety
+    /// As for the entry points below.
+    pub unsafe fn load_scales<const R: i32, const C: i32>(
+        scales: *mut f32,
+        table: *mut i32,
+        table_start: i32,
+        key: Tile<i32, { [R, C] }>,
+        low: i32,
+        high: i32,
+        page_size: i32,
+        kv_heads: i32,
+        kv_head: i32,
+        free: Token,
+    ) -> Tile<f32, { [R, C] }> {
+        let seen: Tile<bool, { [R, C] }> = ge_tile(key, broadcast_scalar(low, shape![R, C]))
+            & lt_tile(key, broadcast_scalar(high, shape![R, C]));
+        let vector: Tile<i32, { [R, C] }> = vectors_of_keys::<R, C>(
+            table,
+            table_start,
+            key,
+            seen,
+            page_size,
+            kv_heads,
+            kv_head,
+            free,
+        );
+        let (scale, _t): (Tile<f32, { [R, C] }>, Token) = load_ptr_tko(
+            addresses(scales, vector),
+            ordering::Weak,
+            None::<scope::Device>,
+            Some(seen),
+            None,
+            Some(free),
+            Latency::<0>,
+        );
+        let nothing: Tile<f32, { [R, C] }> = constant(0.0f32, shape![R, C]);
+        select(seen, scale, nothing)
+    }
+
+    /// Queries as they meet the keys of an int8 cache: times the factors that the keys were divided by.
+    ///
+    /// # Safety
+    /// As for the entry points below.
+    pub unsafe fn unsmoothed<E: ElementType, const BQ: i32, const D: i32>(
+        q: Tile<E, { [BQ, D] }>,
+        factors: *mut f32,
+        kv_head: i32,
+        head_dim: i32,
+        free: Token,
+    ) -> Tile<f32, { [BQ, D] }> {
+        let lane: Tile<i32, { [1, D] }> = column_numbers::<1, D>();
+        let inside: Tile<bool, { [1, D] }> =
+            lt_tile(lane, broadcast_scalar(head_dim, shape![1, D]));
+        let (factor, _t): (Tile<f32, { [1, D] }>, Token) = load_ptr_tko(
+            addresses(
+                factors,
+                lane + broadcast_scalar(kv_head * head_dim, shape![1, D]),
+            ),
+            ordering::Weak,
+            None::<scope::Device>,
+            Some(inside),
+            None,
+            Some(free),
+            Latency::<0>,
+        );
+        let nothing: Tile<f32, { [1, D] }> = constant(0.0f32, shape![1, D]);
+        let factor: Tile<f32, { [1, D] }> = select(inside, factor, nothing);
+        let q: Tile<f32, { [BQ, D] }> = convert_tile(q);
+        q * factor.broadcast(shape![BQ, D])
+    }
+
     /// Zeros.
-    fn constant_like<const R: i32, const C: i32>() -> Tile<i32, { [R, C] }> {
+    pub fn constant_like<const R: i32, const C: i32>() -> Tile<i32, { [R, C] }> {
         let zeros: Tile<i32, { [R, C] }> = constant(0i32, shape![R, C]);
         zeros
     }
@@ -137,6 +357,7 @@ pub mod attention {
         const D: i32,
         const PAGE: i32,
         const LATENCY: i32,
+        const INT8: i32,
     >(
         outputs: *mut f32,
         maxima: *mut f32,
@@ -144,6 +365,11 @@ pub mod attention {
         queries: *mut E,
         keys: *mut E,
         values: *mut E,
+        key_bytes: *mut i8,
+        key_scales: *mut f32,
+        value_bytes: *mut i8,
+        value_scales: *mut f32,
+        factors: *mut f32,
         tables: *mut i32,
         groups: *mut i32,
         table_width: i32,
@@ -190,7 +416,11 @@ pub mod attention {
                 & lt_tile(lane, broadcast_scalar(head_dim, shape![BQ, D]));
         let offsets: Tile<i32, { [BQ, D] }> =
             vector * broadcast_scalar(head_dim, shape![BQ, D]) + lane;
-        let q: Tile<E, { [D, BQ] }> = load_queries::<E, BQ, D>(free, queries, offsets, live);
+        let mut q: Tile<E, { [BQ, D] }> = load_queries::<E, BQ, D>(free, queries, offsets, live);
+        if INT8 == 1 {
+            q = convert_tile(unsmoothed::<E, BQ, D>(q, factors, kv_head, head_dim, free));
+        }
+        let q: Tile<E, { [D, BQ] }> = q.transpose();
 
         // What each query sees.
         let column: Tile<i32, { [64, BQ] }> = column_numbers::<64, BQ>();
@@ -215,6 +445,12 @@ pub mod attention {
         if turn < last_block {
             turns = ceil_div(last_block - turn, grid.0);
         }
+        let member: Tile<i32, { [BQ, 1] }> = row_numbers::<BQ, 1>();
+        let there: Tile<bool, { [BQ, 1] }> =
+            lt_tile(member, broadcast_scalar(rows * group, shape![BQ, 1]));
+        let number_of: Tile<i32, { [BQ, 1] }> =
+            vector_numbers::<BQ, 1>(first_row, heads, kv_head, group);
+        let first_slot: i32 = first_page * page_size / 256;
         for j in 0i32..turns {
             let block: i32 = turn + j * grid.0;
             let first: i32 = max(block * 4, low / 64);
@@ -223,36 +459,102 @@ pub mod attention {
             let mut l: Tile<f32, { [64, BQ] }> = constant(0.0f32, shape![64, BQ]);
             let mut o: Tile<f32, { [D, BQ] }> = constant(0.0f32, shape![D, BQ]);
             for p in first..last {
-                let k: Tile<E, { [64, D] }> = load_page::<E, D, PAGE, LATENCY>(
-                    keys,
-                    tables,
-                    table_start,
-                    p * 64,
-                    low,
-                    high,
-                    page_size,
-                    pages,
-                    kv_heads,
-                    kv_head,
-                    head_dim,
-                    free,
-                );
-                let v: Tile<E, { [64, D] }> = load_page::<E, D, PAGE, LATENCY>(
-                    values,
-                    tables,
-                    table_start,
-                    p * 64,
-                    low,
-                    high,
-                    page_size,
-                    pages,
-                    kv_heads,
-                    kv_head,
-                    head_dim,
-                    free,
-                );
+                let mut k: Tile<E, { [64, D] }> = constant(E::ZERO, shape![64, D]);
+                let mut v: Tile<E, { [D, 64] }> = constant(E::ZERO, shape![D, 64]);
+                if INT8 == 1 {
+                    let bytes: Tile<i8, { [64, D] }> = load_key_bytes::<D, PAGE, LATENCY>(
+                        key_bytes,
+                        tables,
+                        table_start,
+                        p * 64,
+                        low,
+                        high,
+                        page_size,
+                        pages,
+                        kv_heads,
+                        kv_head,
+                        head_dim,
+                        free,
+                    );
+                    k = widened::<E, 64, D>(bytes);
+                    let bytes: Tile<i8, { [D, 64] }> = load_value_bytes::<D, PAGE, LATENCY>(
+                        value_bytes,
+                        tables,
+                        table_start,
+                        p * 64,
+                        low,
+                        high,
+                        page_size,
+                        pages,
+                        kv_heads,
+                        kv_head,
+                        head_dim,
+                        free,
+                    );
+                    v = widened::<E, D, 64>(bytes);
+                } else {
+                    k = load_page::<E, D, PAGE, LATENCY>(
+                        keys,
+                        tables,
+                        table_start,
+                        p * 64,
+                        low,
+                        high,
+                        page_size,
+                        pages,
+                        kv_heads,
+                        kv_head,
+                        head_dim,
+                        free,
+                    );
+                    let page: Tile<E, { [64, D] }> = load_page::<E, D, PAGE, LATENCY>(
+                        values,
+                        tables,
+                        table_start,
+                        p * 64,
+                        low,
+                        high,
+                        page_size,
+                        pages,
+                        kv_heads,
+                        kv_head,
+                        head_dim,
+                        free,
+                    );
+                    v = page.transpose();
+                }
                 let empty: Tile<f32, { [64, BQ] }> = constant(0.0f32, shape![64, BQ]);
-                let s: Tile<f32, { [64, BQ] }> = mma(k, q, empty);
+                let mut s: Tile<f32, { [64, BQ] }> = mma(k, q, empty);
+                let mut v_scale: Tile<f32, { [64, 1] }> = constant(1.0f32, shape![64, 1]);
+                if INT8 == 1 {
+                    let at: Tile<i32, { [64, 1] }> =
+                        row_numbers::<64, 1>() + broadcast_scalar(p * 64, shape![64, 1]);
+                    let k_scale: Tile<f32, { [64, 1] }> = load_scales::<64, 1>(
+                        key_scales,
+                        tables,
+                        table_start,
+                        at,
+                        low,
+                        high,
+                        page_size,
+                        kv_heads,
+                        kv_head,
+                        free,
+                    );
+                    v_scale = load_scales::<64, 1>(
+                        value_scales,
+                        tables,
+                        table_start,
+                        at,
+                        low,
+                        high,
+                        page_size,
+                        kv_heads,
+                        kv_head,
+                        free,
+                    );
+                    s = s * k_scale.broadcast(shape![64, BQ]);
+                }
                 let key: Tile<i32, { [64, BQ] }> =
                     broadcast_scalar(p * 64, shape![64, BQ]) + number;
                 let seen: Tile<bool, { [64, BQ] }> = ge_tile(key, lows) & lt_tile(key, highs);
@@ -262,16 +564,19 @@ pub mod attention {
                 let old: Tile<f32, { [1, BQ] }> = exp2(m - top, ftz::Disabled);
                 let e: Tile<f32, { [64, BQ] }> =
                     exp2(s - top.broadcast(shape![64, BQ]), ftz::Disabled);
-                let e: Tile<E, { [64, BQ] }> = convert_tile(e);
-                l = mma(ones, e, l * old.broadcast(shape![64, BQ]));
-                let v: Tile<E, { [D, 64] }> = v.transpose();
-                o = mma(v, e, o * old.broadcast(shape![D, BQ]));
+                let weight: Tile<E, { [64, BQ] }> = convert_tile(e);
+                l = mma(ones, weight, l * old.broadcast(shape![64, BQ]));
+                let mut weight: Tile<E, { [64, BQ] }> = weight;
+                if INT8 == 1 {
+                    weight = convert_tile(e * v_scale.broadcast(shape![64, BQ]));
+                }
+                o = mma(v, weight, o * old.broadcast(shape![D, BQ]));
                 m = top;
             }
             let total: Tile<f32, { [BQ] }> = reduce_max(l, 0);
             let total: Tile<f32, { [1, BQ] }> = total.reshape(shape![1, BQ]);
 
-            let slot: i32 = block - first_page * page_size / 256;
+            let slot: i32 = block - first_slot;
             let place: Tile<i32, { [BQ, D] }> = vector
                 * broadcast_scalar(block_slots, shape![BQ, D])
                 + broadcast_scalar(slot, shape![BQ, D]);
@@ -286,12 +591,8 @@ pub mod attention {
                 Some(free),
                 Latency::<0>,
             );
-            let member: Tile<i32, { [BQ, 1] }> = row_numbers::<BQ, 1>();
-            let there: Tile<bool, { [BQ, 1] }> =
-                lt_tile(member, broadcast_scalar(rows * group, shape![BQ, 1]));
-            let vector: Tile<i32, { [BQ, 1] }> =
-                vector_numbers::<BQ, 1>(first_row, heads, kv_head, group);
-            let to: Tile<i32, { [BQ, 1] }> = vector * broadcast_scalar(block_slots, shape![BQ, 1])
+            let to: Tile<i32, { [BQ, 1] }> = number_of
+                * broadcast_scalar(block_slots, shape![BQ, 1])
                 + broadcast_scalar(slot, shape![BQ, 1]);
             let _stored: Token = store_ptr_tko(
                 addresses(maxima, to),
@@ -415,11 +716,17 @@ pub mod attention {
         const D: i32,
         const PAGE: i32,
         const LATENCY: i32,
+        const INT8: i32,
     >(
         out: *mut E,
         queries: *mut E,
         keys: *mut E,
         values: *mut E,
+        key_bytes: *mut i8,
+        key_scales: *mut f32,
+        value_bytes: *mut i8,
+        value_scales: *mut f32,
+        factors: *mut f32,
         tables: *mut i32,
         groups: *mut i32,
         table_width: i32,
@@ -464,86 +771,158 @@ pub mod attention {
                 & lt_tile(lane, broadcast_scalar(head_dim, shape![BQ, D]));
         let offsets: Tile<i32, { [BQ, D] }> =
             vector * broadcast_scalar(head_dim, shape![BQ, D]) + lane;
-        let q: Tile<E, { [D, BQ] }> = load_queries::<E, BQ, D>(free, queries, offsets, live);
+        let mut q: Tile<E, { [BQ, D] }> = load_queries::<E, BQ, D>(free, queries, offsets, live);
+        if INT8 == 1 {
+            q = convert_tile(unsmoothed::<E, BQ, D>(q, factors, kv_head, head_dim, free));
+        }
 
         // What each query sees.
-        let column: Tile<i32, { [64, BQ] }> = column_numbers::<64, BQ>();
-        let position: Tile<i32, { [64, BQ] }> = broadcast_scalar(first_position, shape![64, BQ])
-            + column / broadcast_scalar(group, shape![64, BQ]);
-        let one: Tile<i32, { [64, BQ] }> = constant(1i32, shape![64, BQ]);
-        let width: Tile<i32, { [64, BQ] }> = broadcast_scalar(window, shape![64, BQ]);
-        let lows: Tile<i32, { [64, BQ] }> = position + one - width;
-        let mut highs: Tile<i32, { [64, BQ] }> = position + one;
+        let member: Tile<i32, { [BQ, 64] }> = row_numbers::<BQ, 64>();
+        let position: Tile<i32, { [BQ, 64] }> = broadcast_scalar(first_position, shape![BQ, 64])
+            + member / broadcast_scalar(group, shape![BQ, 64]);
+        let one: Tile<i32, { [BQ, 64] }> = constant(1i32, shape![BQ, 64]);
+        let width: Tile<i32, { [BQ, 64] }> = broadcast_scalar(window, shape![BQ, 64]);
+        let lows: Tile<i32, { [BQ, 64] }> = position + one - width;
+        let mut highs: Tile<i32, { [BQ, 64] }> = position + one;
         if causal == 0 {
-            highs = min_tile(broadcast_scalar(end, shape![64, BQ]), position + width);
+            highs = min_tile(broadcast_scalar(end, shape![BQ, 64]), position + width);
         }
-        let number: Tile<i32, { [64, BQ] }> = row_numbers::<64, BQ>();
-        let hidden: Tile<f32, { [64, BQ] }> = constant(f32::NEG_INFINITY, shape![64, BQ]);
-        let scales: Tile<f32, { [64, BQ] }> = broadcast_scalar(scale, shape![64, BQ]);
-        let ones_f32: Tile<f32, { [64, 64] }> = constant(1.0f32, shape![64, 64]);
-        let ones: Tile<E, { [64, 64] }> = convert_tile(ones_f32);
+        let number: Tile<i32, { [BQ, 64] }> = column_numbers::<BQ, 64>();
+        let hidden: Tile<f32, { [BQ, 64] }> = constant(f32::NEG_INFINITY, shape![BQ, 64]);
+        let scales: Tile<f32, { [BQ, 64] }> = broadcast_scalar(scale, shape![BQ, 64]);
+        let ones_f32: Tile<f32, { [64, 16] }> = constant(1.0f32, shape![64, 16]);
+        let ones: Tile<E, { [64, 16] }> = convert_tile(ones_f32);
 
-        let mut m_all: Tile<f32, { [1, BQ] }> = constant(-1.0e30f32, shape![1, BQ]);
-        let mut l_all: Tile<f32, { [1, BQ] }> = constant(0.0f32, shape![1, BQ]);
-        let mut o_all: Tile<f32, { [D, BQ] }> = constant(0.0f32, shape![D, BQ]);
+        let mut m_all: Tile<f32, { [BQ, 1] }> = constant(-1.0e30f32, shape![BQ, 1]);
+        let mut l_all: Tile<f32, { [BQ, 1] }> = constant(0.0f32, shape![BQ, 1]);
+        let mut o_all: Tile<f32, { [BQ, D] }> = constant(0.0f32, shape![BQ, D]);
         for block in (low / 256)..ceil_div(high, 256i32) {
             let first: i32 = max(block * 4, low / 64);
             let last: i32 = min(block * 4 + 4, ceil_div(high, 64i32));
-            let mut m: Tile<f32, { [1, BQ] }> = constant(-1.0e30f32, shape![1, BQ]);
-            let mut l: Tile<f32, { [64, BQ] }> = constant(0.0f32, shape![64, BQ]);
-            let mut o: Tile<f32, { [D, BQ] }> = constant(0.0f32, shape![D, BQ]);
+            let mut m: Tile<f32, { [BQ, 1] }> = constant(-1.0e30f32, shape![BQ, 1]);
+            let mut l: Tile<f32, { [BQ, 16] }> = constant(0.0f32, shape![BQ, 16]);
+            let mut o: Tile<f32, { [BQ, D] }> = constant(0.0f32, shape![BQ, D]);
             for p in first..last {
-                let k: Tile<E, { [64, D] }> = load_page::<E, D, PAGE, LATENCY>(
-                    keys,
-                    tables,
-                    table_start,
-                    p * 64,
-                    low,
-                    high,
-                    page_size,
-                    pages,
-                    kv_heads,
-                    kv_head,
-                    head_dim,
-                    free,
-                );
-                let v: Tile<E, { [64, D] }> = load_page::<E, D, PAGE, LATENCY>(
-                    values,
-                    tables,
-                    table_start,
-                    p * 64,
-                    low,
-                    high,
-                    page_size,
-                    pages,
-                    kv_heads,
-                    kv_head,
-                    head_dim,
-                    free,
-                );
-                let empty: Tile<f32, { [64, BQ] }> = constant(0.0f32, shape![64, BQ]);
-                let s: Tile<f32, { [64, BQ] }> = mma(k, q, empty);
-                let key: Tile<i32, { [64, BQ] }> =
-                    broadcast_scalar(p * 64, shape![64, BQ]) + number;
-                let seen: Tile<bool, { [64, BQ] }> = ge_tile(key, lows) & lt_tile(key, highs);
-                let s: Tile<f32, { [64, BQ] }> = select(seen, s * scales, hidden);
-                let top: Tile<f32, { [BQ] }> = reduce_max(s, 0);
-                let top: Tile<f32, { [1, BQ] }> = max_tile(m, top.reshape(shape![1, BQ]));
-                let old: Tile<f32, { [1, BQ] }> = exp2(m - top, ftz::Disabled);
-                let e: Tile<f32, { [64, BQ] }> =
-                    exp2(s - top.broadcast(shape![64, BQ]), ftz::Disabled);
-                let e: Tile<E, { [64, BQ] }> = convert_tile(e);
-                l = mma(ones, e, l * old.broadcast(shape![64, BQ]));
-                let v: Tile<E, { [D, 64] }> = v.transpose();
-                o = mma(v, e, o * old.broadcast(shape![D, BQ]));
+                let mut k: Tile<E, { [64, D] }> = constant(E::ZERO, shape![64, D]);
+                let mut v: Tile<E, { [64, D] }> = constant(E::ZERO, shape![64, D]);
+                if INT8 == 1 {
+                    let bytes: Tile<i8, { [64, D] }> = load_key_bytes::<D, PAGE, LATENCY>(
+                        key_bytes,
+                        tables,
+                        table_start,
+                        p * 64,
+                        low,
+                        high,
+                        page_size,
+                        pages,
+                        kv_heads,
+                        kv_head,
+                        head_dim,
+                        free,
+                    );
+                    k = widened::<E, 64, D>(bytes);
+                    let bytes: Tile<i8, { [D, 64] }> = load_value_bytes::<D, PAGE, LATENCY>(
+                        value_bytes,
+                        tables,
+                        table_start,
+                        p * 64,
+                        low,
+                        high,
+                        page_size,
+                        pages,
+                        kv_heads,
+                        kv_head,
+                        head_dim,
+                        free,
+                    );
+                    let bytes: Tile<E, { [D, 64] }> = widened::<E, D, 64>(bytes);
+                    v = bytes.transpose();
+                } else {
+                    k = load_page::<E, D, PAGE, LATENCY>(
+                        keys,
+                        tables,
+                        table_start,
+                        p * 64,
+                        low,
+                        high,
+                        page_size,
+                        pages,
+                        kv_heads,
+                        kv_head,
+                        head_dim,
+                        free,
+                    );
+                    v = load_page::<E, D, PAGE, LATENCY>(
+                        values,
+                        tables,
+                        table_start,
+                        p * 64,
+                        low,
+                        high,
+                        page_size,
+                        pages,
+                        kv_heads,
+                        kv_head,
+                        head_dim,
+                        free,
+                    );
+                }
+                let k: Tile<E, { [D, 64] }> = k.transpose();
+                let empty: Tile<f32, { [BQ, 64] }> = constant(0.0f32, shape![BQ, 64]);
+                let mut s: Tile<f32, { [BQ, 64] }> = mma(q, k, empty);
+                let mut v_scale: Tile<f32, { [1, 64] }> = constant(1.0f32, shape![1, 64]);
+                if INT8 == 1 {
+                    let at: Tile<i32, { [1, 64] }> =
+                        column_numbers::<1, 64>() + broadcast_scalar(p * 64, shape![1, 64]);
+                    let k_scale: Tile<f32, { [1, 64] }> = load_scales::<1, 64>(
+                        key_scales,
+                        tables,
+                        table_start,
+                        at,
+                        low,
+                        high,
+                        page_size,
+                        kv_heads,
+                        kv_head,
+                        free,
+                    );
+                    v_scale = load_scales::<1, 64>(
+                        value_scales,
+                        tables,
+                        table_start,
+                        at,
+                        low,
+                        high,
+                        page_size,
+                        kv_heads,
+                        kv_head,
+                        free,
+                    );
+                    s = s * k_scale.broadcast(shape![BQ, 64]);
+                }
+                let key: Tile<i32, { [BQ, 64] }> =
+                    broadcast_scalar(p * 64, shape![BQ, 64]) + number;
+                let seen: Tile<bool, { [BQ, 64] }> = ge_tile(key, lows) & lt_tile(key, highs);
+                let s: Tile<f32, { [BQ, 64] }> = select(seen, s * scales, hidden);
+                let top: Tile<f32, { [BQ] }> = reduce_max(s, 1);
+                let top: Tile<f32, { [BQ, 1] }> = max_tile(m, top.reshape(shape![BQ, 1]));
+                let old: Tile<f32, { [BQ, 1] }> = exp2(m - top, ftz::Disabled);
+                let e: Tile<f32, { [BQ, 64] }> =
+                    exp2(s - top.broadcast(shape![BQ, 64]), ftz::Disabled);
+                let mut weight: Tile<E, { [BQ, 64] }> = convert_tile(e);
+                l = mma(weight, ones, l * old.broadcast(shape![BQ, 16]));
+                if INT8 == 1 {
+                    weight = convert_tile(e * v_scale.broadcast(shape![BQ, 64]));
+                }
+                o = mma(weight, v, o * old.broadcast(shape![BQ, D]));
                 m = top;
             }
-            let total: Tile<f32, { [BQ] }> = reduce_max(l, 0);
-            let total: Tile<f32, { [1, BQ] }> = total.reshape(shape![1, BQ]);
+            let total: Tile<f32, { [BQ] }> = reduce_max(l, 1);
+            let total: Tile<f32, { [BQ, 1] }> = total.reshape(shape![BQ, 1]);
 
-            let top: Tile<f32, { [1, BQ] }> = max_tile(m_all, m);
-            let old: Tile<f32, { [1, BQ] }> = exp2(m_all - top, ftz::Disabled);
-            let new: Tile<f32, { [1, BQ] }> = exp2(m - top, ftz::Disabled);
+            let top: Tile<f32, { [BQ, 1] }> = max_tile(m_all, m);
+            let old: Tile<f32, { [BQ, 1] }> = exp2(m_all - top, ftz::Disabled);
+            let new: Tile<f32, { [BQ, 1] }> = exp2(m - top, ftz::Disabled);
             l_all = fma(
                 total,
                 new,
@@ -553,18 +932,18 @@ pub mod attention {
             );
             o_all = fma(
                 o,
-                new.broadcast(shape![D, BQ]),
-                o_all * old.broadcast(shape![D, BQ]),
+                new.broadcast(shape![BQ, D]),
+                o_all * old.broadcast(shape![BQ, D]),
                 rounding::NearestEven,
                 ftz::Disabled,
             );
             m_all = top;
         }
-        let result: Tile<E, { [D, BQ] }> =
-            convert_tile(true_div(o_all, l_all.broadcast(shape![D, BQ])));
+        let result: Tile<E, { [BQ, D] }> =
+            convert_tile(true_div(o_all, l_all.broadcast(shape![BQ, D])));
         let _stored: Token = store_ptr_tko(
             addresses(out, offsets),
-            result.transpose(),
+            result,
             ordering::Weak,
             None::<scope::Device>,
             Some(live),

@@ -4,16 +4,21 @@
 //! split one f32 accumulator runs through K in the tensor core, whatever the tile; the splits' sums are
 //! added left to right, starting from zero. So a row's result does not depend on which kernel or tile
 //! computed it.
+//!
+//! What follows a layer's sum is done where the sum is: bias, and the activation of an MLP (`ACT`: 1 gated
+//! SiLU, 2 xIELU). For a gated one a block takes as many rows of the gate's half of the weight as of the
+//! other half (`HALVES` = 2), so that both values of an output meet in one block.
 
 #[cutile::module]
 #[allow(missing_docs)]
 pub mod linear {
+    use super::super::activation::activation::*;
     use super::super::views::views::*;
     use cutile::core::*;
 
     /// Up to a few hundred rows: the weight stands on the left, so that its rows fill the tensor core's 64.
     /// Each block reduces one split; the last to finish a tile adds up its splits.
-    /// Grid: (rows / BT, weight rows / BN, splits). `partials` holds every tile of every split, `tickets`
+    /// Grid: (rows / BT, outputs / WIDTH, splits). `partials` holds every tile of every split, `tickets`
     /// a zero for every tile.
     #[cutile::entry(unchecked_accesses = true)]
     unsafe fn linear_few<
@@ -23,6 +28,9 @@ pub mod linear {
         const BK: i32,
         const BT: i32,
         const LATENCY: i32,
+        const ACT: i32,
+        const HALVES: i32,
+        const WIDTH: i32,
     >(
         y: *mut O,
         x: *mut E,
@@ -32,9 +40,13 @@ pub mod linear {
         partials: *mut f32,
         tickets: *mut i32,
         t: i32,
-        n: i32,
+        width: i32,
         k: i32,
         k_split: i32,
+        alpha_p: f32,
+        alpha_n: f32,
+        beta: f32,
+        eps: f32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
         let grid: (i32, i32, i32) = get_num_tile_blocks();
@@ -42,16 +54,20 @@ pub mod linear {
         let free: Token = start();
 
         // No kernel writes weights: their first loads need not wait.
-        let w_view: Tensor<E, { [-1, -1] }> = matrix(w, n, k, k, new_token_unordered());
+        let w_view: Tensor<E, { [-1, -1, -1] }> =
+            page_pool(w, HALVES, width, k, new_token_unordered());
         let x_view: Tensor<E, { [-1, -1] }> = matrix(x, t, k, k, free);
-        let w_part: Partition<E, { [BN, BK] }> = w_view.partition(shape![BN, BK]);
+        let w_part: Partition<E, { [HALVES, WIDTH, BK] }> =
+            w_view.partition(shape![HALVES, WIDTH, BK]);
         let x_part: Partition<E, { [BT, BK] }> = x_view.partition(shape![BT, BK]);
 
         let first: i32 = pid.2 * (k_split / BK);
         let last: i32 = min(first + k_split / BK, ceil_div(k, BK));
         let mut acc: Tile<f32, { [BN, BT] }> = constant(0.0f32, shape![BN, BT]);
         for i in first..last {
-            let a: Tile<E, { [BN, BK] }> = w_part.load_pipelined::<LATENCY>([pid.1, i]);
+            let a: Tile<E, { [HALVES, WIDTH, BK] }> =
+                w_part.load_pipelined::<LATENCY>([0i32, pid.1, i]);
+            let a: Tile<E, { [BN, BK] }> = a.reshape(shape![BN, BK]);
             let b: Tile<E, { [BT, BK] }> = x_part.load_pipelined::<LATENCY>([pid.0, i]);
             let b: Tile<E, { [BK, BT] }> = b.transpose();
             acc = mma(a, b, acc);
@@ -119,23 +135,34 @@ pub mod linear {
         }
         if mine == 1 {
             if has_bias == 1 {
-                let b_view: Tensor<E, { [-1, -1] }> = matrix(bias, 1, n, n, free);
-                let b_part: Partition<E, { [1, BN] }> = b_view.partition(shape![1, BN]);
-                let b: Tile<E, { [1, BN] }> = b_part.load([0i32, pid.1]);
-                let b: Tile<f32, { [1, BN] }> = convert_tile(b);
+                let b: Tile<f32, { [1, BN] }> =
+                    row_vector::<E, BN, HALVES, WIDTH>(bias, width, pid.1, free);
                 let b: Tile<f32, { [BN, 1] }> = b.reshape(shape![BN, 1]);
                 acc = acc + b.broadcast(shape![BN, BT]);
             }
-            let out: Tile<O, { [BN, BT] }> = convert_tile(acc);
-            let out: Tile<O, { [BT, BN] }> = out.transpose();
-            let y_view: Tensor<O, { [-1, -1] }> = matrix(y, t, n, n, free);
-            let mut y_part: PartitionMut<O, { [BT, BN] }> =
-                y_view.partition_full_mut(shape![BT, BN]);
+            let y_view: Tensor<O, { [-1, -1] }> = matrix(y, t, width, width, free);
+            let mut y_part: PartitionMut<O, { [BT, WIDTH] }> =
+                y_view.partition_full_mut(shape![BT, WIDTH]);
+            let out: Tile<f32, { [HALVES, WIDTH, BT] }> = acc.reshape(shape![HALVES, WIDTH, BT]);
+            let first: Tile<i32, { [] }> = scalar_to_tile(0i32);
+            let mut value: Tile<f32, { [1, WIDTH, BT] }> = extract(out, [first, first, first]);
+            if ACT == 1 {
+                let second: Tile<i32, { [] }> = scalar_to_tile(1i32);
+                let up: Tile<f32, { [1, WIDTH, BT] }> = extract(out, [second, first, first]);
+                value = gated_silu::<E, 1, WIDTH, BT>(value, up);
+            }
+            if ACT == 2 {
+                value = curve::<E, 1, WIDTH, BT>(value, alpha_p, alpha_n, beta, eps);
+            }
+            let out: Tile<O, { [1, WIDTH, BT] }> = convert_tile(value);
+            let out: Tile<O, { [WIDTH, BT] }> = out.reshape(shape![WIDTH, BT]);
+            let out: Tile<O, { [BT, WIDTH] }> = out.transpose();
             y_part.store_unchecked(out, [pid.0, pid.1]);
         }
     }
+
     /// Many rows: the activations stand on the left, each block reduces all splits one after the other.
-    /// Grid: (rows / BT, weight rows / BN).
+    /// Grid: (rows / BT, outputs / WIDTH).
     #[cutile::entry(unchecked_accesses = true)]
     unsafe fn linear_many<
         E: ElementType,
@@ -143,8 +170,11 @@ pub mod linear {
         const BN: i32,
         const BK: i32,
         const BT: i32,
-        const SPLIT: i32,
         const LATENCY: i32,
+        const ACT: i32,
+        const HALVES: i32,
+        const WIDTH: i32,
+        const SPLIT: i32,
     >(
         y: *mut O,
         x: *mut E,
@@ -152,23 +182,31 @@ pub mod linear {
         bias: *mut E,
         has_bias: i32,
         t: i32,
-        n: i32,
+        width: i32,
         k: i32,
         k_split: i32,
+        alpha_p: f32,
+        alpha_n: f32,
+        beta: f32,
+        eps: f32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
         let free: Token = start();
         // No kernel writes weights: their first loads need not wait.
-        let w_view: Tensor<E, { [-1, -1] }> = matrix(w, n, k, k, new_token_unordered());
+        let w_view: Tensor<E, { [-1, -1, -1] }> =
+            page_pool(w, HALVES, width, k, new_token_unordered());
         let x_view: Tensor<E, { [-1, -1] }> = matrix(x, t, k, k, free);
-        let w_part: Partition<E, { [BN, BK] }> = w_view.partition(shape![BN, BK]);
+        let w_part: Partition<E, { [HALVES, WIDTH, BK] }> =
+            w_view.partition(shape![HALVES, WIDTH, BK]);
         let x_part: Partition<E, { [BT, BK] }> = x_view.partition(shape![BT, BK]);
         let steps: i32 = ceil_div(k, BK);
         let mut sum: Tile<f32, { [BT, BN] }> = constant(0.0f32, shape![BT, BN]);
         if SPLIT == 0 {
             for i in 0i32..steps {
                 let a: Tile<E, { [BT, BK] }> = x_part.load_pipelined::<LATENCY>([pid.0, i]);
-                let b: Tile<E, { [BN, BK] }> = w_part.load_pipelined::<LATENCY>([pid.1, i]);
+                let b: Tile<E, { [HALVES, WIDTH, BK] }> =
+                    w_part.load_pipelined::<LATENCY>([0i32, pid.1, i]);
+                let b: Tile<E, { [BN, BK] }> = b.reshape(shape![BN, BK]);
                 let b: Tile<E, { [BK, BN] }> = b.transpose();
                 sum = mma(a, b, sum);
             }
@@ -178,7 +216,9 @@ pub mod linear {
                 let mut acc: Tile<f32, { [BT, BN] }> = constant(0.0f32, shape![BT, BN]);
                 for i in (s * per_split)..min(s * per_split + per_split, steps) {
                     let a: Tile<E, { [BT, BK] }> = x_part.load_pipelined::<LATENCY>([pid.0, i]);
-                    let b: Tile<E, { [BN, BK] }> = w_part.load_pipelined::<LATENCY>([pid.1, i]);
+                    let b: Tile<E, { [HALVES, WIDTH, BK] }> =
+                        w_part.load_pipelined::<LATENCY>([0i32, pid.1, i]);
+                    let b: Tile<E, { [BN, BK] }> = b.reshape(shape![BN, BK]);
                     let b: Tile<E, { [BK, BN] }> = b.transpose();
                     acc = mma(a, b, acc);
                 }
@@ -186,15 +226,25 @@ pub mod linear {
             }
         }
         if has_bias == 1 {
-            let b_view: Tensor<E, { [-1, -1] }> = matrix(bias, 1, n, n, free);
-            let b_part: Partition<E, { [1, BN] }> = b_view.partition(shape![1, BN]);
-            let b: Tile<E, { [1, BN] }> = b_part.load([0i32, pid.1]);
-            let b: Tile<f32, { [1, BN] }> = convert_tile(b);
+            let b: Tile<f32, { [1, BN] }> =
+                row_vector::<E, BN, HALVES, WIDTH>(bias, width, pid.1, free);
             sum = sum + b.broadcast(shape![BT, BN]);
         }
-        let out: Tile<O, { [BT, BN] }> = convert_tile(sum);
-        let y_view: Tensor<O, { [-1, -1] }> = matrix(y, t, n, n, free);
-        let mut y_part: PartitionMut<O, { [BT, BN] }> = y_view.partition_full_mut(shape![BT, BN]);
-        y_part.store_unchecked(out, [pid.0, pid.1]);
+        let y_view: Tensor<O, { [-1, -1] }> = matrix(y, t, width, width, free);
+        let mut y_part: PartitionMut<O, { [BT, WIDTH] }> =
+            y_view.partition_full_mut(shape![BT, WIDTH]);
+        let out: Tile<f32, { [BT, HALVES, WIDTH] }> = sum.reshape(shape![BT, HALVES, WIDTH]);
+        let first: Tile<i32, { [] }> = scalar_to_tile(0i32);
+        let mut value: Tile<f32, { [BT, 1, WIDTH] }> = extract(out, [first, first, first]);
+        if ACT == 1 {
+            let second: Tile<i32, { [] }> = scalar_to_tile(1i32);
+            let up: Tile<f32, { [BT, 1, WIDTH] }> = extract(out, [first, second, first]);
+            value = gated_silu::<E, BT, 1, WIDTH>(value, up);
+        }
+        if ACT == 2 {
+            value = curve::<E, BT, 1, WIDTH>(value, alpha_p, alpha_n, beta, eps);
+        }
+        let out: Tile<O, { [BT, 1, WIDTH] }> = convert_tile(value);
+        y_part.store_unchecked(out.reshape(shape![BT, WIDTH]), [pid.0, pid.1]);
     }
 }

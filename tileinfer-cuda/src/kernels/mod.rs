@@ -9,14 +9,22 @@
 // (pointers, sizes, alignment) covers its body, and the launches in `ops` uphold it.
 #![allow(unsafe_op_in_unsafe_fn)]
 
+// The kernel compiler finds the helpers of another module by their `pub`: hence the exceptions.
+#[allow(unreachable_pub)]
 mod activation;
+// Values that only one of two constant branches writes are written before as well.
+#[allow(unreachable_pub, unused_assignments)]
 mod attention;
+mod attention_int8;
+#[allow(unreachable_pub)]
+mod bytes;
+#[allow(unreachable_pub)]
 mod linear;
+mod linear_int8;
 mod norm;
 mod rope;
 mod rows;
 mod sample;
-// The kernel compiler finds the helpers of another module by their `pub`.
 #[allow(unreachable_pub)]
 mod views;
 
@@ -83,21 +91,26 @@ macro_rules! kernels {
 }
 
 kernels! {
-    LINEAR_FEW = linear::linear_few(y x bias n k; w partials tickets);
-    LINEAR_MANY = linear::linear_many(y x bias n k; w);
-    RMS_NORM = norm::rms_norm(out x delta weight width; );
+    LINEAR_FEW = linear::linear_few(y x bias width k; w partials tickets);
+    LINEAR_MANY = linear::linear_many(y x bias width k; w);
+    ROUND_ACTIVATIONS = linear_int8::round_activations(x width; out scales);
+    FEW_INT8 = linear_int8::few_int8(y bias width depth; x x_scales w w_scales partials tickets);
+    MANY_INT8 = linear_int8::many_int8(y bias width depth; x x_scales w w_scales);
+    RMS_NORM = norm::rms_norm(out x delta weight width; bytes scales);
     SILU_GATED = activation::silu_gated(out x width; );
     XIELU = activation::xielu(out x count; );
     GATHER = rows::gather(out table width; );
     COPY_COLUMNS = rows::copy_columns(out x columns out_width x_width; );
     ADD = rows::add(x delta count; );
     TAKE_TOKENS = rows::take_tokens(; );
-    SPLIT_NORM_ROPE_STORE = rope::split_norm_rope_store(queries keys values qkv head_dim; );
+    SPLIT_NORM_ROPE_STORE = rope::split_norm_rope_store(queries keys values key_bytes value_bytes qkv head_dim; key_scales value_scales factors);
     ROTATE = rope::rotate(x head_dim; );
-    STORE = rope::store(pool x head_dim; );
-    ATTEND_SPLIT = attention::attend_split(queries head_dim; outputs keys values);
+    STORE = rope::store(pool bytes x head_dim; scales factors);
+    ATTEND_SPLIT = attention::attend_split(queries head_dim; outputs keys values key_bytes value_bytes key_scales value_scales factors);
     FOLD = attention::fold(out head_dim; outputs);
-    ATTEND_WHOLE = attention::attend_whole(out queries head_dim; keys values);
+    ATTEND_WHOLE = attention::attend_whole(out queries head_dim; keys values key_bytes value_bytes key_scales value_scales factors);
+    ATTEND_SPLIT_INT8 = attention_int8::attend_split_int8(queries head_dim; outputs key_bytes value_bytes key_scales value_scales factors);
+    ATTEND_WHOLE_INT8 = attention_int8::attend_whole_int8(out queries head_dim; key_bytes value_bytes key_scales value_scales factors);
     ARGMAX_PARTS = sample::argmax_parts(vocab; logits);
     ARGMAX = sample::argmax(; );
 }
@@ -107,7 +120,10 @@ const SOURCES: &[&str] = &[
     include_str!("mod.rs"),
     include_str!("activation.rs"),
     include_str!("attention.rs"),
+    include_str!("attention_int8.rs"),
+    include_str!("bytes.rs"),
     include_str!("linear.rs"),
+    include_str!("linear_int8.rs"),
     include_str!("norm.rs"),
     include_str!("rope.rs"),
     include_str!("rows.rs"),
@@ -132,7 +148,7 @@ pub struct Variant {
     /// Its element types.
     pub types: [Option<Type>; 2],
     /// Its tile sizes, in the order of its generic arguments; as many as are not 0 from the right.
-    pub sizes: [i32; 5],
+    pub sizes: [i32; 8],
     /// How many of `sizes` count.
     pub size_count: usize,
     /// Warps a block.
@@ -149,7 +165,7 @@ impl Variant {
         let mut variant = Variant {
             kernel,
             types: [None; 2],
-            sizes: [0; 5],
+            sizes: [0; 8],
             size_count: sizes.len(),
             warps: 4,
             occupancy: 2,
@@ -183,7 +199,7 @@ impl Variant {
     }
 
     /// A number of its own for each variant, quick to compare.
-    fn identity(&self) -> (usize, [Option<Type>; 2], [i32; 5], i32, i32, bool) {
+    fn identity(&self) -> (usize, [Option<Type>; 2], [i32; 8], i32, i32, bool) {
         let kernel = std::ptr::from_ref(self.kernel) as usize;
         (
             kernel,

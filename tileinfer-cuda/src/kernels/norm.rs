@@ -4,10 +4,12 @@
 #[cutile::module]
 #[allow(missing_docs)]
 pub mod norm {
+    use super::super::bytes::bytes::*;
     use super::super::views::views::*;
     use cutile::core::*;
 
-    /// `out = rms_norm(x) * weight`; with `DELTA` = 1, `x += delta` (written back) before.
+    /// `out = rms_norm(x) * weight`; with `DELTA` = 1, `x += delta` (written back) before. With `BYTES` = 1
+    /// what is written to `out` also goes to `bytes` and `scales`, as int8 weights take it.
     /// Grid: (rows / R).
     #[cutile::entry(unchecked_accesses = true)]
     unsafe fn rms_norm<
@@ -16,8 +18,11 @@ pub mod norm {
         const R: i32,
         const W: i32,
         const DELTA: i32,
+        const BYTES: i32,
     >(
         out: *mut E,
+        bytes: *mut i8,
+        scales: *mut f32,
         x: *mut X,
         delta: *mut X,
         weight: *mut E,
@@ -59,5 +64,9 @@ pub mod norm {
         let out_view: Tensor<E, { [-1, -1] }> = matrix(out, rows, width, width, free);
         let mut out_part: PartitionMut<E, { [R, W] }> = out_view.partition_full_mut(shape![R, W]);
         out_part.store_unchecked(normed, [pid.0, 0i32]);
+        if BYTES == 1 {
+            let rounded: Tile<f32, { [R, W] }> = convert_tile(normed);
+            store_rounded::<R, W>(bytes, scales, rounded, pid.0, rows, width, free);
+        }
     }
 }

@@ -4,17 +4,27 @@
 #[cutile::module]
 #[allow(missing_docs)]
 pub mod rope {
+    use super::super::bytes::bytes::*;
     use super::super::views::views::*;
     use cutile::core::*;
 
     /// One part (queries, keys or values) of one row, `HB` heads a block; `P` is the half head padded to a
-    /// power of two. `part` 0 writes queries to `queries`, 1 and 2 write to their row's slot.
+    /// power of two. `part` 0 writes queries to `queries`, 1 and 2 write to their row's slot. For an int8 cache
+    /// (`INT8` = 1) vectors go to `bytes` and `pool_scales` instead of `out`, divided by `factors` if `smoothed`;
+    /// values (`turned_page` = 1) lie slot by slot within a channel there: products of bytes want the axis that is
+    /// summed over, the keys, contiguous.
     ///
     /// # Safety
     /// As for the entry points below.
-    unsafe fn heads_of_part<E: ElementType, const HB: i32, const P: i32>(
+    unsafe fn heads_of_part<E: ElementType, const HB: i32, const P: i32, const INT8: i32>(
         free: Token,
         out: *mut E,
+        bytes: *mut i8,
+        pool_scales: *mut f32,
+        factors: *mut f32,
+        smoothed: i32,
+        turned_page: i32,
+        page_size: i32,
         out_vector: Tile<i32, { [HB, P] }>,
         x: *mut E,
         x_first: i32,
@@ -133,24 +143,101 @@ pub mod rope {
             b = convert_tile(rb * scales);
         }
         let to: Tile<i32, { [HB, P] }> = out_vector * dims + lane;
-        let _stored: Token = store_ptr_tko(
-            addresses(out, to),
-            a,
-            ordering::Weak,
-            None::<scope::Device>,
-            Some(live),
-            Some(free),
-            Latency::<0>,
-        );
-        let _stored: Token = store_ptr_tko(
-            addresses(out, to + halves),
-            b,
-            ordering::Weak,
-            None::<scope::Device>,
-            Some(live),
-            Some(free),
-            Latency::<0>,
-        );
+        if INT8 == 1 {
+            let mut a: Tile<f32, { [HB, P] }> = convert_tile(a);
+            let mut b: Tile<f32, { [HB, P] }> = convert_tile(b);
+            if smoothed == 1 {
+                let (fa, _t): (Tile<f32, { [HB, P] }>, Token) = load_ptr_tko(
+                    addresses(factors, head * dims + lane),
+                    ordering::Weak,
+                    None::<scope::Device>,
+                    Some(live),
+                    None,
+                    Some(free),
+                    Latency::<0>,
+                );
+                let (fb, _t): (Tile<f32, { [HB, P] }>, Token) = load_ptr_tko(
+                    addresses(factors, head * dims + lane + halves),
+                    ordering::Weak,
+                    None::<scope::Device>,
+                    Some(live),
+                    None,
+                    Some(free),
+                    Latency::<0>,
+                );
+                let ones: Tile<f32, { [HB, P] }> = constant(1.0f32, shape![HB, P]);
+                a = divf(
+                    a,
+                    select(live, fa, ones),
+                    rounding::NearestEven,
+                    ftz::Disabled,
+                );
+                b = divf(
+                    b,
+                    select(live, fb, ones),
+                    rounding::NearestEven,
+                    ftz::Disabled,
+                );
+            }
+            let mut to: Tile<i32, { [HB, P] }> = to;
+            let mut step: Tile<i32, { [HB, P] }> = halves;
+            if turned_page == 1 {
+                let size: Tile<i32, { [HB, P] }> = broadcast_scalar(page_size, shape![HB, P]);
+                let block: Tile<i32, { [HB, P] }> = out_vector / size;
+                to = (block * dims + lane) * size + out_vector % size;
+                step = halves * size;
+            }
+            let scale: Tile<f32, { [HB, 1] }> = vector_scales::<HB, P>(a, b);
+            let a: Tile<i8, { [HB, P] }> = rounded::<HB, P>(a, scale);
+            let b: Tile<i8, { [HB, P] }> = rounded::<HB, P>(b, scale);
+            let _stored: Token = store_ptr_tko(
+                addresses(bytes, to),
+                a,
+                ordering::Weak,
+                None::<scope::Device>,
+                Some(live),
+                Some(free),
+                Latency::<0>,
+            );
+            let _stored: Token = store_ptr_tko(
+                addresses(bytes, to + step),
+                b,
+                ordering::Weak,
+                None::<scope::Device>,
+                Some(live),
+                Some(free),
+                Latency::<0>,
+            );
+            let first: Tile<i32, { [HB, P] }> = constant(0i32, shape![HB, P]);
+            let _stored: Token = store_ptr_tko(
+                addresses(pool_scales, out_vector),
+                scale.broadcast(shape![HB, P]),
+                ordering::Weak,
+                None::<scope::Device>,
+                Some(there & eq_tile(lane, first)),
+                Some(free),
+                Latency::<0>,
+            );
+        } else {
+            let _stored: Token = store_ptr_tko(
+                addresses(out, to),
+                a,
+                ordering::Weak,
+                None::<scope::Device>,
+                Some(live),
+                Some(free),
+                Latency::<0>,
+            );
+            let _stored: Token = store_ptr_tko(
+                addresses(out, to + halves),
+                b,
+                ordering::Weak,
+                None::<scope::Device>,
+                Some(live),
+                Some(free),
+                Latency::<0>,
+            );
+        }
     }
 
     /// The number at `base[index]`, or 1 if there is no array.
@@ -179,10 +266,20 @@ pub mod rope {
     /// Splits a row of q, k and v heads, norms and rotates them, writes queries to `queries` and keys and
     /// values to the row's slot. Grid: (blocks of query heads + 2 x blocks of kv heads, rows).
     #[cutile::entry(unchecked_accesses = true)]
-    unsafe fn split_norm_rope_store<E: ElementType, const HB: i32, const P: i32>(
+    unsafe fn split_norm_rope_store<
+        E: ElementType,
+        const HB: i32,
+        const P: i32,
+        const INT8: i32,
+    >(
         queries: *mut E,
         keys: *mut E,
         values: *mut E,
+        key_bytes: *mut i8,
+        key_scales: *mut f32,
+        value_bytes: *mut i8,
+        value_scales: *mut f32,
+        factors: *mut f32,
         qkv: *mut E,
         q_weight: *mut E,
         k_weight: *mut E,
@@ -215,9 +312,15 @@ pub mod rope {
             let scale: f32 = scale_at(free, query_scale, position, scaled);
             let vector: Tile<i32, { [HB, P] }> =
                 local + broadcast_scalar(row * heads + first, shape![HB, P]);
-            heads_of_part::<E, HB, P>(
+            heads_of_part::<E, HB, P, 0>(
                 free,
                 queries,
+                key_bytes,
+                key_scales,
+                factors,
+                0i32,
+                0i32,
+                page_size,
                 vector,
                 qkv,
                 row * width,
@@ -246,9 +349,15 @@ pub mod rope {
             let vector: Tile<i32, { [HB, P] }> = head * broadcast_scalar(page_size, shape![HB, P])
                 + broadcast_scalar(offset, shape![HB, P]);
             if is_value == 0 {
-                heads_of_part::<E, HB, P>(
+                heads_of_part::<E, HB, P, INT8>(
                     free,
                     keys,
+                    key_bytes,
+                    key_scales,
+                    factors,
+                    1i32,
+                    0i32,
+                    page_size,
                     vector,
                     qkv,
                     row * width + heads * head_dim,
@@ -265,9 +374,15 @@ pub mod rope {
                     eps,
                 );
             } else {
-                heads_of_part::<E, HB, P>(
+                heads_of_part::<E, HB, P, INT8>(
                     free,
                     values,
+                    value_bytes,
+                    value_scales,
+                    factors,
+                    0i32,
+                    1i32,
+                    page_size,
                     vector,
                     qkv,
                     row * width + (heads + kv_heads) * head_dim,
@@ -306,9 +421,19 @@ pub mod rope {
         let scale: f32 = scale_at(free, query_scale, position, scaled);
         let vector: Tile<i32, { [HB, P] }> =
             row_numbers::<HB, P>() + broadcast_scalar(pid.1 * heads + first, shape![HB, P]);
-        heads_of_part::<E, HB, P>(
+        let none: PointerTile<*mut f32, { [] }> = ptr_to_ptr(pointer_to_tile(x));
+        let none: *mut f32 = tile_to_pointer(none);
+        let no_bytes: PointerTile<*mut i8, { [] }> = ptr_to_ptr(pointer_to_tile(x));
+        let no_bytes: *mut i8 = tile_to_pointer(no_bytes);
+        heads_of_part::<E, HB, P, 0>(
             free,
             x,
+            no_bytes,
+            none,
+            none,
+            0i32,
+            0i32,
+            1i32,
             vector,
             x,
             pid.1 * heads * head_dim,
@@ -328,8 +453,13 @@ pub mod rope {
 
     /// Writes each row's keys (or values) to its slot. Grid: (kv heads / HB, rows).
     #[cutile::entry(unchecked_accesses = true)]
-    unsafe fn store<E: ElementType, const HB: i32, const P: i32>(
+    unsafe fn store<E: ElementType, const HB: i32, const P: i32, const INT8: i32>(
         pool: *mut E,
+        bytes: *mut i8,
+        scales: *mut f32,
+        factors: *mut f32,
+        smoothed: i32,
+        turned_page: i32,
         x: *mut E,
         slots: *mut i32,
         kv_heads: i32,
@@ -348,9 +478,15 @@ pub mod rope {
             + broadcast_scalar(offset, shape![HB, P]);
         let none: PointerTile<*mut f32, { [] }> = ptr_to_ptr(pointer_to_tile(x));
         let none: *mut f32 = tile_to_pointer(none);
-        heads_of_part::<E, HB, P>(
+        heads_of_part::<E, HB, P, INT8>(
             free,
             pool,
+            bytes,
+            scales,
+            factors,
+            smoothed,
+            turned_page,
+            page_size,
             vector,
             x,
             pid.1 * kv_heads * head_dim,

@@ -47,9 +47,26 @@ pub mod views {
         make_tensor_view(base, shape, strides, token)
     }
 
-    /// Lets the next kernel begin to start, then waits for the kernels before this one and what they wrote:
-    /// every access to memory is ordered after the token. Kernels of one step follow each other closely, so
-    /// that the start of one hides behind the end of the one before it.
+    /// The numbers that go with the weight rows of a block, one a column: `HALVES` runs of `WIDTH`, `width` apart.
+    ///
+    /// # Safety
+    /// As for [`matrix`].
+    pub unsafe fn row_vector<E: ElementType, const BN: i32, const HALVES: i32, const WIDTH: i32>(
+        base: *mut E,
+        width: i32,
+        block: i32,
+        free: Token,
+    ) -> Tile<f32, { [1, BN] }> {
+        let view: Tensor<E, { [-1, -1] }> = matrix(base, HALVES, width, width, free);
+        let part: Partition<E, { [HALVES, WIDTH] }> = view.partition(shape![HALVES, WIDTH]);
+        let values: Tile<E, { [HALVES, WIDTH] }> = part.load([0i32, block]);
+        let values: Tile<f32, { [HALVES, WIDTH] }> = convert_tile(values);
+        values.reshape(shape![1, BN])
+    }
+
+    /// Waits for the kernels before this one and what they wrote, then lets the next kernel begin to start: every
+    /// access to memory is ordered after the token. Kernels of one step follow each other closely, so that the
+    /// start of one hides behind the end of the one before it.
     ///
     /// # Safety
     /// The first thing in every kernel: what comes after a kernel relies on all before it being done.

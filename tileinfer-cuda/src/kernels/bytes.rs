@@ -1,0 +1,193 @@
+//! Activations as 16-bit integers in two bytes, and back: the arithmetic of `tileinfer::weights::int8`.
+
+#[cutile::module]
+#[allow(missing_docs)]
+pub mod bytes {
+    use super::super::views::views::*;
+    use cutile::core::*;
+
+    /// The largest magnitude of each row, infinite or NaN if the row is.
+    pub fn largest<const R: i32, const C: i32>(x: Tile<f32, { [R, C] }>) -> Tile<f32, { [R, 1] }> {
+        // As bits without a sign numbers are in order, infinity after all of them and NaN after that.
+        let bits: Tile<i32, { [R, C] }> = bitcast(x);
+        let bits: Tile<i32, { [R, C] }> = bits & constant(0x7fff_ffffi32, shape![R, C]);
+        let top: Tile<i32, { [R] }> = reduce_max(bits, 1);
+        let top: Tile<i32, { [R, 1] }> = top.reshape(shape![R, 1]);
+        let top: Tile<f32, { [R, 1] }> = bitcast(top);
+        top
+    }
+
+    /// Whether a row with this largest magnitude is rounded; else all of it counts as zero.
+    pub fn is_usual<const R: i32>(top: Tile<f32, { [R, 1] }>) -> Tile<bool, { [R, 1] }> {
+        let bits: Tile<i32, { [R, 1] }> = bitcast(top);
+        let infinite: Tile<i32, { [R, 1] }> = constant(0x7f80_0000i32, shape![R, 1]);
+        // 2^-100.
+        let tiny: Tile<i32, { [R, 1] }> = constant(0x0d80_0000i32, shape![R, 1]);
+        let usual: Tile<bool, { [R, 1] }> = lt_tile(bits, infinite) & ge_tile(bits, tiny);
+        usual
+    }
+
+    /// What a rounded activation of 1 is worth in a row with this largest magnitude.
+    pub fn activation_scales<const R: i32>(top: Tile<f32, { [R, 1] }>) -> Tile<f32, { [R, 1] }> {
+        let bits: Tile<i32, { [R, 1] }> = bitcast(top);
+        let infinite: Tile<i32, { [R, 1] }> = constant(0x7f80_0000i32, shape![R, 1]);
+        let one: Tile<f32, { [R, 1] }> = constant(1.0f32, shape![R, 1]);
+        let most: Tile<f32, { [R, 1] }> = constant(32258.0f32, shape![R, 1]);
+        let nan: Tile<i32, { [R, 1] }> = constant(0x7fc0_0000i32, shape![R, 1]);
+        let nan: Tile<f32, { [R, 1] }> = bitcast(nan);
+        let other: Tile<f32, { [R, 1] }> = select(lt_tile(bits, infinite), one, nan);
+        let scale: Tile<f32, { [R, 1] }> = divf(top, most, rounding::NearestEven, ftz::Disabled);
+        select(is_usual::<R>(top), scale, other)
+    }
+
+    /// Rows as 16-bit integers, in i32.
+    pub fn integers<const R: i32, const C: i32>(
+        x: Tile<f32, { [R, C] }>,
+        top: Tile<f32, { [R, 1] }>,
+    ) -> Tile<i32, { [R, C] }> {
+        let usual: Tile<bool, { [R, 1] }> = is_usual::<R>(top);
+        let one: Tile<f32, { [R, 1] }> = constant(1.0f32, shape![R, 1]);
+        let most: Tile<f32, { [R, 1] }> = constant(32258.0f32, shape![R, 1]);
+        let levels: Tile<f32, { [R, 1] }> = divf(
+            most,
+            select(usual, top, one),
+            rounding::NearestEven,
+            ftz::Disabled,
+        );
+        // Adding and taking away 1.5 * 2^23 rounds to the nearest integer, ties to even.
+        let magic: Tile<f32, { [R, C] }> = constant(12582912.0f32, shape![R, C]);
+        let nearest: Tile<f32, { [R, C] }> = (x * levels.broadcast(shape![R, C]) + magic) - magic;
+        let nothing: Tile<f32, { [R, C] }> = constant(0.0f32, shape![R, C]);
+        let nearest: Tile<f32, { [R, C] }> =
+            select(usual.broadcast(shape![R, C]), nearest, nothing);
+        let v: Tile<i32, { [R, C] }> = convert_tile(nearest);
+        v
+    }
+
+    /// `hi` of integers `v = 254 hi + lo`.
+    pub fn high_part<const R: i32, const C: i32>(
+        v: Tile<i32, { [R, C] }>,
+    ) -> Tile<i32, { [R, C] }> {
+        // The division rounds down, as what it divides is never negative.
+        let half: Tile<i32, { [R, C] }> = constant(32639i32, shape![R, C]);
+        let by: Tile<i32, { [R, C] }> = constant(254i32, shape![R, C]);
+        let shift: Tile<i32, { [R, C] }> = constant(128i32, shape![R, C]);
+        (v + half) / by - shift
+    }
+
+    /// `hi` of all rows, then `lo` of all rows: `R2` is twice `R`.
+    pub fn two_bytes<const R: i32, const C: i32, const R2: i32>(
+        v: Tile<i32, { [R, C] }>,
+    ) -> Tile<i8, { [R2, C] }> {
+        let by: Tile<i32, { [R, C] }> = constant(254i32, shape![R, C]);
+        let high: Tile<i32, { [R, C] }> = high_part::<R, C>(v);
+        let low: Tile<i32, { [R, C] }> = v - high * by;
+        let high: Tile<i8, { [R, C] }> = trunci(high, overflow::NoSignedWrap);
+        let low: Tile<i8, { [R, C] }> = trunci(low, overflow::NoSignedWrap);
+        let both: Tile<i8, { [R2, C] }> = cat(high, low, 0i32);
+        both
+    }
+
+    /// Writes block `block` of `R` rows as bytes, `hi` and `lo` one matrix behind the other, and their scales.
+    ///
+    /// # Safety
+    /// `out` holds `2 * rows * width` bytes, `scales` `rows` numbers; `x` is zero from `width` on.
+    pub unsafe fn store_rounded<const R: i32, const W: i32>(
+        out: *mut i8,
+        scales: *mut f32,
+        x: Tile<f32, { [R, W] }>,
+        block: i32,
+        rows: i32,
+        width: i32,
+        free: Token,
+    ) {
+        let top: Tile<f32, { [R, 1] }> = largest::<R, W>(x);
+        let scale: Tile<f32, { [R, 1] }> = activation_scales::<R>(top);
+        let v: Tile<i32, { [R, W] }> = integers::<R, W>(x, top);
+        let by: Tile<i32, { [R, W] }> = constant(254i32, shape![R, W]);
+        let high: Tile<i32, { [R, W] }> = high_part::<R, W>(v);
+        let low: Tile<i32, { [R, W] }> = v - high * by;
+        let high: Tile<i8, { [R, W] }> = trunci(high, overflow::NoSignedWrap);
+        let low: Tile<i8, { [R, W] }> = trunci(low, overflow::NoSignedWrap);
+        let high: Tile<i8, { [1, R, W] }> = high.reshape(shape![1, R, W]);
+        let low: Tile<i8, { [1, R, W] }> = low.reshape(shape![1, R, W]);
+        let view: Tensor<i8, { [-1, -1, -1] }> = page_pool(out, 2i32, rows, width, free);
+        let mut part: PartitionMut<i8, { [1, R, W] }> = view.partition_full_mut(shape![1, R, W]);
+        part.store_unchecked(high, [0i32, block, 0i32]);
+        part.store_unchecked(low, [1i32, block, 0i32]);
+        let view: Tensor<f32, { [-1, -1] }> = matrix(scales, rows, 1i32, 1i32, free);
+        let mut part: PartitionMut<f32, { [R, 1] }> = view.partition_full_mut(shape![R, 1]);
+        part.store_unchecked(scale, [block, 0i32]);
+    }
+
+    /// What the sums over `hi` and `lo` are together, in f32 and in one rounding of each and one of their sum.
+    pub fn joined<const R: i32, const C: i32>(
+        high: Tile<i32, { [R, C] }>,
+        low: Tile<i32, { [R, C] }>,
+    ) -> Tile<f32, { [R, C] }> {
+        let high: Tile<f32, { [R, C] }> = convert_tile(high);
+        let low: Tile<f32, { [R, C] }> = convert_tile(low);
+        let by: Tile<f32, { [R, C] }> = constant(254.0f32, shape![R, C]);
+        fma(high, by, low, rounding::NearestEven, ftz::Disabled)
+    }
+
+    /// Bytes as numbers, exactly.
+    pub fn widened<E: ElementType, const R: i32, const C: i32>(
+        bytes: Tile<i8, { [R, C] }>,
+    ) -> Tile<E, { [R, C] }> {
+        // Added to the bits of 1.5 * 2^23 an integer is added to the number: quicker than a conversion.
+        let wide: Tile<i32, { [R, C] }> = exti(bytes);
+        let bits: Tile<i32, { [R, C] }> = wide + constant(0x4b40_0000i32, shape![R, C]);
+        let shifted: Tile<f32, { [R, C] }> = bitcast(bits);
+        let magic: Tile<f32, { [R, C] }> = constant(12582912.0f32, shape![R, C]);
+        let values: Tile<E, { [R, C] }> = convert_tile(shifted - magic);
+        values
+    }
+
+    /// The scales of vectors in two halves `a` and `b`, one vector a row.
+    pub fn vector_scales<const R: i32, const C: i32>(
+        a: Tile<f32, { [R, C] }>,
+        b: Tile<f32, { [R, C] }>,
+    ) -> Tile<f32, { [R, 1] }> {
+        let sign: Tile<i32, { [R, C] }> = constant(0x7fff_ffffi32, shape![R, C]);
+        let a: Tile<i32, { [R, C] }> = bitcast(a);
+        let b: Tile<i32, { [R, C] }> = bitcast(b);
+        let top: Tile<i32, { [R] }> = reduce_max(max_tile(a & sign, b & sign), 1);
+        let top: Tile<i32, { [R, 1] }> = top.reshape(shape![R, 1]);
+        let infinite: Tile<i32, { [R, 1] }> = constant(0x7f80_0000i32, shape![R, 1]);
+        let zero: Tile<i32, { [R, 1] }> = constant(0i32, shape![R, 1]);
+        let one: Tile<f32, { [R, 1] }> = constant(1.0f32, shape![R, 1]);
+        let levels: Tile<f32, { [R, 1] }> = constant(127.0f32, shape![R, 1]);
+        let nan: Tile<i32, { [R, 1] }> = constant(0x7fc0_0000i32, shape![R, 1]);
+        let nan: Tile<f32, { [R, 1] }> = bitcast(nan);
+        let largest: Tile<f32, { [R, 1] }> = bitcast(top);
+        let scale: Tile<f32, { [R, 1] }> = select(
+            gt_tile(top, zero),
+            divf(largest, levels, rounding::NearestEven, ftz::Disabled),
+            one,
+        );
+        select(lt_tile(top, infinite), scale, nan)
+    }
+
+    /// Values of vectors as integers under their scales; 0 where the scale is no number.
+    pub fn rounded<const R: i32, const C: i32>(
+        x: Tile<f32, { [R, C] }>,
+        scale: Tile<f32, { [R, 1] }>,
+    ) -> Tile<i8, { [R, C] }> {
+        let magic: Tile<f32, { [R, C] }> = constant(12582912.0f32, shape![R, C]);
+        let most: Tile<f32, { [R, C] }> = constant(127.0f32, shape![R, C]);
+        let least: Tile<f32, { [R, C] }> = constant(-127.0f32, shape![R, C]);
+        let nothing: Tile<f32, { [R, C] }> = constant(0.0f32, shape![R, C]);
+        let live: Tile<bool, { [R, 1] }> = eq_tile(scale, scale);
+        let x: Tile<f32, { [R, C] }> = divf(
+            x,
+            scale.broadcast(shape![R, C]),
+            rounding::NearestEven,
+            ftz::Disabled,
+        );
+        let x: Tile<f32, { [R, C] }> = select(live.broadcast(shape![R, C]), x, nothing);
+        let x: Tile<f32, { [R, C] }> = (max_tile(min_tile(x, most), least) + magic) - magic;
+        let x: Tile<i32, { [R, C] }> = convert_tile(x);
+        trunci(x, overflow::NoSignedWrap)
+    }
+}
