@@ -165,7 +165,14 @@ fn continued(
     let sequence = opened.steps.new_sequence();
     let on_token = &mut |_: &_| ControlFlow::Continue(());
     let steps = &mut opened.steps;
-    let generated = generate(steps, sequence, ids, options, &mut |_| (), on_token)?;
+    let generated = generate(
+        steps,
+        sequence,
+        ids,
+        options,
+        &mut |_| ControlFlow::Continue(()),
+        on_token,
+    )?;
     let stats = generated.stats;
     let seconds = stats.after_first.as_secs_f64() / (generated.tokens.len() - 1).max(1) as f64;
     Ok((seconds, generated.tokens, stats.spec))

@@ -179,6 +179,7 @@ pub(crate) fn together(one: MemoryPlan, other: MemoryPlan) -> MemoryPlan {
     MemoryPlan {
         weights_bytes: one.weights_bytes + other.weights_bytes,
         kv_bytes_per_token: one.kv_bytes_per_token + other.kv_bytes_per_token,
+        rope_bytes_per_position: one.rope_bytes_per_position + other.rope_bytes_per_position,
         workspace_bytes: one.workspace_bytes + other.workspace_bytes,
     }
 }

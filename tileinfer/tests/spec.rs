@@ -58,7 +58,7 @@ fn run(steps: &mut StepLoop, prompt: &[u32], options: &GenerationOptions) -> Gen
         sequence,
         prompt,
         options.clone(),
-        &mut |_| (),
+        &mut |_| ControlFlow::Continue(()),
         on_token,
     );
     generated.unwrap()
@@ -577,7 +577,7 @@ fn a_stop_string_among_accepted_drafts_ends_the_answer_there() {
             let sequence = steps.new_sequence();
             let stops = [stop.clone()];
             let on_text = &mut |_: &str| ControlFlow::Continue(());
-            let (options, on_progress) = (options.clone(), &mut |_| ());
+            let (options, on_progress) = (options.clone(), &mut |_| ControlFlow::Continue(()));
             answer(
                 steps,
                 &tokenizer,

@@ -313,7 +313,7 @@ fn answer(steps: &mut StepLoop, sequence: Sequence, prompt: &[u32], tokens: usiz
         sequence,
         prompt,
         greedy(tokens),
-        &mut |_| (),
+        &mut |_| ControlFlow::Continue(()),
         on_token,
     )
     .unwrap()
@@ -370,7 +370,14 @@ fn stops<B: Backend>(expected: &Expected, runner: ModelRunner<B>) {
     let sequence = steps.new_sequence();
     let prompt = &context.unwrap().prompt_ids;
     let on_token = &mut |_: &_| ControlFlow::Continue(());
-    let generated = generate(&mut steps, sequence, prompt, options, &mut |_| (), on_token);
+    let generated = generate(
+        &mut steps,
+        sequence,
+        prompt,
+        options,
+        &mut |_| ControlFlow::Continue(()),
+        on_token,
+    );
     assert_eq!(
         &generated.unwrap().tokens,
         answer_ids,
