@@ -823,13 +823,26 @@ impl Backend for CudaBackend {
         let keys = download(&pages.keys, vector * head_dim, head_dim)?;
         let keys = keys.iter().zip(factors);
         let keys = keys.map(|(&byte, factor)| factor * worth(byte, key_scale));
-        // Of values the slots of a channel lie beside each other.
         let value_scale = floats(&int8.value_scales, vector, 1)?[0];
-        let block = (vector - offset) * head_dim;
-        let values = download(&pages.values, block, page_size * head_dim)?;
-        let values = values[offset..].iter().step_by(page_size);
-        let values = values.map(|&byte| worth(byte, value_scale));
+        let values = download(&pages.values, vector * head_dim, head_dim)?;
+        let values = values.iter().map(|&byte| worth(byte, value_scale));
         Ok((keys.collect(), values.collect()))
+    }
+
+    fn read_keys(&self, pages: &CudaPages, layout: &KvLayout, page: usize) -> Result<Vec<f32>> {
+        let (heads, slots) = (layout.kv_heads, layout.page_size);
+        if pages.int8.is_none() {
+            let mut bytes = vec![0; heads * slots * layout.head_dim * self.kind.bytes()];
+            let first = (page * bytes.len()) as Address;
+            self.device()
+                .download(pages.keys.address() + first, &mut bytes)?;
+            return Ok(decoded(self.kind, &bytes));
+        }
+        let mut keys = Vec::new();
+        for (head, offset) in (0..heads).flat_map(|head| (0..slots).map(move |slot| (head, slot))) {
+            keys.extend(self.read_slot(pages, page, head, offset)?.0);
+        }
+        Ok(keys)
     }
 
     fn alloc_step(&self, rows: usize, spans: usize, table_width: usize) -> Result<CudaStep> {
@@ -1179,8 +1192,7 @@ impl Backend for CudaBackend {
         let (array, whole) = if longest * group <= tiles[0].queries && head_dim > 16 {
             (0, false)
         } else if enough || scratch > SPLIT_SCRATCH {
-            // With bytes as many queries again are in a block's registers.
-            (if pages.int8.is_some() { 1 } else { 2 }, true)
+            (2, true)
         } else {
             (1, false)
         };

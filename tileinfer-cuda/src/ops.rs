@@ -324,14 +324,6 @@ pub struct AttentionTile {
     pub latency: i32,
 }
 
-/// The kernels of attention: keys split over blocks, keys whole.
-fn attention_kernels(kind: Type, int8: bool) -> [&'static kernels::Kernel; 2] {
-    match (kind, int8) {
-        (Type::Bf16, true) => [&kernels::ATTEND_SPLIT_INT8, &kernels::ATTEND_WHOLE_INT8],
-        _ => [&kernels::ATTEND_SPLIT, &kernels::ATTEND_WHOLE],
-    }
-}
-
 /// How attention works out heads of `head_dim`: with its keys `whole` or split over blocks.
 pub fn attention_variant(
     kind: Type,
@@ -341,14 +333,20 @@ pub fn attention_variant(
     page_size: usize,
     int8: bool,
 ) -> Variant {
-    let kernel = attention_kernels(kind, int8)[usize::from(whole)];
+    let kernel = if whole {
+        &kernels::ATTEND_WHOLE
+    } else {
+        &kernels::ATTEND_SPLIT
+    };
     let page = if page_size == PAGE { PAGE as i32 } else { 0 };
     let queries = tile.queries as i32;
-    let last = match (kind, int8) {
-        (Type::Bf16, true) => 2 * queries,
-        _ => i32::from(int8),
-    };
-    let sizes = [queries, head_width(head_dim), page, tile.latency, last];
+    let sizes = [
+        queries,
+        head_width(head_dim),
+        page,
+        tile.latency,
+        int8.into(),
+    ];
     Variant::new(kernel, &[kind], &sizes)
         .hints(tile.warps, tile.occupancy)
         .aligned(head_dim.is_multiple_of(8))
@@ -793,7 +791,6 @@ impl Ops {
             pool.scales.into(),
             factors.unwrap_or(0).into(),
             i32::from(factors.is_some()).into(),
-            i32::from(factors.is_none()).into(),
             x.into(),
             step.slots.into(),
             kv_heads.into(),
@@ -838,13 +835,7 @@ impl Ops {
             plan.window.min(1 << 30).into(),
         ];
         let lists = [step.tables, groups.address].map(Argument::from);
-        let all = pools.arguments();
-        let pools = match kind {
-            // What works on bytes takes nothing else.
-            Type::Bf16 if pools.int8() => &all[2..],
-            _ => &all[..],
-        };
-        let sources = [&[queries.into()], pools, &lists].concat();
+        let sources = [&[queries.into()], &pools.arguments()[..], &lists].concat();
         if whole {
             let arguments = [&[out.into()], &sources[..], &shape].concat();
             let grid = [groups.count, plan.kv_heads, 1];
@@ -971,11 +962,9 @@ pub fn catalog() -> Vec<Variant> {
                         all.push(norm_variant(Type::F32, kind, width, residual, bytes));
                     }
                 }
-                all.push(rounding_variant(kind, width));
             }
-            if aligned {
-                all.push(rounding_variant(kind, 16384));
-                all.push(rounding_variant(kind, 32768));
+            for width in [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768] {
+                all.push(rounding_variant(kind, width - odd));
             }
             for kernel in [&kernels::SILU_GATED, &kernels::XIELU] {
                 all.push(stretch_variant(kernel, &[kind], 1024 + odd));
@@ -1014,7 +1003,7 @@ pub fn catalog() -> Vec<Variant> {
                 all.extend([
                     variant(false, few),
                     variant(false, more),
-                    variant(true, if int8 { more } else { many }),
+                    variant(true, many),
                 ]);
             }
             all.push(fold_variant(kind, head_dim));
@@ -1224,7 +1213,7 @@ mod tests {
                         |whole, tile| attention_variant(kind, whole, tile, head_dim, PAGE, int8);
                     has(variant(false, few));
                     has(variant(false, more));
-                    has(variant(true, if int8 { more } else { many }));
+                    has(variant(true, many));
                 }
                 has(fold_variant(kind, head_dim));
             }

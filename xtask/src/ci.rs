@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 
-use crate::{demo_model, fetch_tokenizers};
+use crate::{cuda, demo_model, fetch_tokenizers};
 
 /// Run the steps; the first failure ends the run. The tests come last, so that their results are
 /// the last lines.
@@ -53,6 +53,8 @@ pub(crate) fn run(root: &Path) -> Result<()> {
         let clippy = ["clippy", "--package", CUDA, "--all-targets"];
         cargo(root, &[&clippy[..], &warnings_are_errors].concat(), None)?;
         cargo(root, &["test", "--package", CUDA], None)?;
+        steps.begin("kernels");
+        cuda::kernels_for(root, &KERNEL_ARCHITECTURES)?;
     } else {
         eprintln!("NOTICE: {CUDA} is not built: cargo xtask cuda-toolchain brings what it needs");
     }
@@ -61,6 +63,9 @@ pub(crate) fn run(root: &Path) -> Result<()> {
     let tests = ["test", "--workspace", "--exclude", CUDA, "--no-fail-fast"];
     cargo(root, &tests, None)
 }
+
+/// What every kernel is compiled for: the one that is measured, and one more.
+const KERNEL_ARCHITECTURES: [&str; 2] = ["sm_90", "sm_100"];
 
 /// Needs headers that a bare machine has not, so it is built where they are.
 const CUDA: &str = "tileinfer-cuda";

@@ -168,6 +168,15 @@ pub(crate) fn kernels(root: &Path, arguments: &KernelArguments) -> Result<()> {
     run(&mut build)
 }
 
+/// Compile every kernel for these architectures, the packs where builds in this tree look for them.
+pub(crate) fn kernels_for(root: &Path, arch: &[&str]) -> Result<()> {
+    let arguments = KernelArguments {
+        arch: arch.iter().map(ToString::to_string).collect(),
+        out: None,
+    };
+    kernels(root, &arguments)
+}
+
 #[derive(clap::Args)]
 pub(crate) struct BundleArguments {
     /// Architecture of the GPU
@@ -181,13 +190,7 @@ pub(crate) struct BundleArguments {
 /// Put the GPU checks, their kernels and the fixtures of the small models into one folder.
 pub(crate) fn bundle(root: &Path, arguments: &BundleArguments) -> Result<()> {
     let arch = &arguments.arch;
-    kernels(
-        root,
-        &KernelArguments {
-            arch: vec![arch.clone()],
-            out: None,
-        },
-    )?;
+    kernels_for(root, &[arch])?;
     run(cargo(root).args(["build", "--package", "tileinfer-cuda", "--bin", "gpu-check"]))?;
     let out = arguments
         .out

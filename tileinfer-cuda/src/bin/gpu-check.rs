@@ -17,7 +17,7 @@ use tileinfer_cuda::driver::{Address, Memory};
 use tileinfer_cuda::kernels::Type;
 use tileinfer_cuda::ops::{
     AttentionPlan, Groups, HeadInputs, LinearShape, Ops, PAGE, Pools, Rows, StepArrays, Then,
-    attention_tiles, linear_plan, sweep_plans, sweep_shapes, sweep_tiles,
+    attention_tiles, sweep_plans, sweep_shapes, sweep_tiles,
 };
 use tileinfer_cuda::store::KernelOptions;
 
@@ -1117,12 +1117,10 @@ impl Checker {
             }
             println!("{line}");
         }
-        // What a layer's decode is made of: products with their activations, and other numbers of splits.
         for int8 in [false, true] {
             for (n, k, then) in [
                 (6144, 4096, Then::Nothing),
                 (4096, 4096, Then::Nothing),
-                (24576, 4096, Then::Nothing),
                 (24576, 4096, Then::GatedSilu),
                 (4096, 12288, Then::Nothing),
                 (151_936, 4096, Then::Nothing),
@@ -1134,29 +1132,17 @@ impl Checker {
                     let shape = LinearShape::new([kind; 2], [rows, n, k])
                         .int8(int8)
                         .then(then);
-                    let chosen = linear_plan(&shape);
-                    for splits in [1, 2, 4, 8] {
-                        let mut plan = chosen;
-                        plan.grid[2] = splits;
-                        plan.split_columns = k / splits;
-                        if plan.grid[1] * splits > 1024 || splits > 1 && rows > 16 {
-                            continue;
-                        }
-                        if rows > 16 {
-                            plan = chosen;
-                        }
-                        let ops = &self.ops;
-                        let time = self.time(copies, |i| {
-                            let w = pool.address() + (i % copies * bytes) as Address;
-                            let rows = |values| Rows {
-                                values,
-                                scales: x.at(),
-                            };
-                            ops.linear_by(&plan, y.at(), rows(x.at()), rows(w), None, &shape)
-                        })?;
-                        let mark = if plan == chosen { "*" } else { "" };
-                        line += &format!(" {rows} rows/{splits}{mark} {time:.1} us");
-                    }
+                    let ops = &self.ops;
+                    let time = self.time(copies, |i| {
+                        let w = pool.address() + (i % copies * bytes) as Address;
+                        let rows = |values| Rows {
+                            values,
+                            scales: x.at(),
+                        };
+                        ops.linear(y.at(), rows(x.at()), rows(w), None, &shape)
+                    })?;
+                    let rate = bytes as f64 / time / 1e3;
+                    line += &format!(" {rows} rows {time:.1} us ({rate:.0} GB/s)");
                 }
                 println!("{line}");
             }

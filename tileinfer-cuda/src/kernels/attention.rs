@@ -20,7 +20,7 @@ pub mod attention {
     ///
     /// # Safety
     /// As for the entry points below.
-    pub unsafe fn load_queries<E: ElementType, const BQ: i32, const D: i32>(
+    unsafe fn load_queries<E: ElementType, const BQ: i32, const D: i32>(
         free: Token,
         queries: *mut E,
         offsets: Tile<i32, { [BQ, D] }>,
@@ -40,7 +40,7 @@ pub mod attention {
     }
 
     /// Of each query vector of a group, which of all `[rows, heads]` vectors it is.
-    pub fn vector_numbers<const BQ: i32, const C: i32>(
+    fn vector_numbers<const BQ: i32, const C: i32>(
         first_row: i32,
         heads: i32,
         kv_head: i32,
@@ -60,7 +60,7 @@ pub mod attention {
     ///
     /// # Safety
     /// As for the entry points below.
-    pub unsafe fn load_page<E: ElementType, const D: i32, const PAGE: i32, const LATENCY: i32>(
+    unsafe fn load_page<E: ElementType, const D: i32, const PAGE: i32, const LATENCY: i32>(
         pool: *mut E,
         table: *mut i32,
         table_start: i32,
@@ -116,11 +116,11 @@ pub mod attention {
         result
     }
 
-    /// The same of the keys of an int8 cache, without their scales.
+    /// The same of an int8 cache, without the scales.
     ///
     /// # Safety
     /// As for the entry points below.
-    pub unsafe fn load_key_bytes<const D: i32, const PAGE: i32, const LATENCY: i32>(
+    unsafe fn load_page_bytes<const D: i32, const PAGE: i32, const LATENCY: i32>(
         pool: *mut i8,
         table: *mut i32,
         table_start: i32,
@@ -176,72 +176,11 @@ pub mod attention {
         result
     }
 
-    /// The same of its values, `[D, 64]`, as they lie there.
-    ///
-    /// # Safety
-    /// As for the entry points below.
-    pub unsafe fn load_value_bytes<const D: i32, const PAGE: i32, const LATENCY: i32>(
-        pool: *mut i8,
-        table: *mut i32,
-        table_start: i32,
-        first: i32,
-        low: i32,
-        high: i32,
-        page_size: i32,
-        pages: i32,
-        kv_heads: i32,
-        kv_head: i32,
-        head_dim: i32,
-        free: Token,
-    ) -> Tile<i8, { [D, 64] }> {
-        let mut result: Tile<i8, { [D, 64] }> = constant(0i8, shape![D, 64]);
-        if PAGE == 64 {
-            let page: i32 = scalar_at(free, table, table_start + first / 64);
-            let view: Tensor<i8, { [-1, -1, -1] }> =
-                page_pool(pool, pages * kv_heads, head_dim, 64i32, free);
-            let part: Partition<i8, { [1, D, 64] }> = view.partition(shape![1, D, 64]);
-            let block: Tile<i8, { [1, D, 64] }> =
-                part.load_pipelined::<LATENCY>([page * kv_heads + kv_head, 0i32, 0i32]);
-            result = block.reshape(shape![D, 64]);
-        } else {
-            let key: Tile<i32, { [D, 64] }> =
-                column_numbers::<D, 64>() + broadcast_scalar(first, shape![D, 64]);
-            let lane: Tile<i32, { [D, 64] }> = row_numbers::<D, 64>();
-            let seen: Tile<bool, { [D, 64] }> = ge_tile(key, broadcast_scalar(low, shape![D, 64]))
-                & lt_tile(key, broadcast_scalar(high, shape![D, 64]))
-                & lt_tile(lane, broadcast_scalar(head_dim, shape![D, 64]));
-            let vector: Tile<i32, { [D, 64] }> = vectors_of_keys::<D, 64>(
-                table,
-                table_start,
-                key,
-                seen,
-                page_size,
-                kv_heads,
-                kv_head,
-                free,
-            );
-            let size: Tile<i32, { [D, 64] }> = broadcast_scalar(page_size, shape![D, 64]);
-            let dims: Tile<i32, { [D, 64] }> = broadcast_scalar(head_dim, shape![D, 64]);
-            let at: Tile<i32, { [D, 64] }> = (vector / size * dims + lane) * size + vector % size;
-            let (vectors, _t): (Tile<i8, { [D, 64] }>, Token) = load_ptr_tko(
-                addresses(pool, at),
-                ordering::Weak,
-                None::<scope::Device>,
-                Some(seen),
-                None,
-                Some(free),
-                Latency::<0>,
-            );
-            result = select(seen, vectors, result);
-        }
-        result
-    }
-
     /// Of each key that is seen, which of all `[pages, kv_heads, page_size]` vectors it is; 0 of others.
     ///
     /// # Safety
     /// As for the entry points below.
-    pub unsafe fn vectors_of_keys<const R: i32, const C: i32>(
+    unsafe fn vectors_of_keys<const R: i32, const C: i32>(
         table: *mut i32,
         table_start: i32,
         key: Tile<i32, { [R, C] }>,
@@ -273,7 +212,7 @@ pub mod attention {
     ///
     /// # Safety
     /// As for the entry points below.
-    pub unsafe fn load_scales<const R: i32, const C: i32>(
+    unsafe fn load_scales<const R: i32, const C: i32>(
         scales: *mut f32,
         table: *mut i32,
         table_start: i32,
@@ -314,7 +253,7 @@ pub mod attention {
     ///
     /// # Safety
     /// As for the entry points below.
-    pub unsafe fn unsmoothed<E: ElementType, const BQ: i32, const D: i32>(
+    unsafe fn unsmoothed<E: ElementType, const BQ: i32, const D: i32>(
         q: Tile<E, { [BQ, D] }>,
         factors: *mut f32,
         kv_head: i32,
@@ -343,7 +282,7 @@ pub mod attention {
     }
 
     /// Zeros.
-    pub fn constant_like<const R: i32, const C: i32>() -> Tile<i32, { [R, C] }> {
+    fn constant_like<const R: i32, const C: i32>() -> Tile<i32, { [R, C] }> {
         let zeros: Tile<i32, { [R, C] }> = constant(0i32, shape![R, C]);
         zeros
     }
@@ -462,7 +401,7 @@ pub mod attention {
                 let mut k: Tile<E, { [64, D] }> = constant(E::ZERO, shape![64, D]);
                 let mut v: Tile<E, { [D, 64] }> = constant(E::ZERO, shape![D, 64]);
                 if INT8 == 1 {
-                    let bytes: Tile<i8, { [64, D] }> = load_key_bytes::<D, PAGE, LATENCY>(
+                    let bytes: Tile<i8, { [64, D] }> = load_page_bytes::<D, PAGE, LATENCY>(
                         key_bytes,
                         tables,
                         table_start,
@@ -477,7 +416,7 @@ pub mod attention {
                         free,
                     );
                     k = widened::<E, 64, D>(bytes);
-                    let bytes: Tile<i8, { [D, 64] }> = load_value_bytes::<D, PAGE, LATENCY>(
+                    let bytes: Tile<i8, { [64, D] }> = load_page_bytes::<D, PAGE, LATENCY>(
                         value_bytes,
                         tables,
                         table_start,
@@ -491,7 +430,8 @@ pub mod attention {
                         head_dim,
                         free,
                     );
-                    v = widened::<E, D, 64>(bytes);
+                    let page: Tile<E, { [64, D] }> = widened::<E, 64, D>(bytes);
+                    v = page.transpose();
                 } else {
                     k = load_page::<E, D, PAGE, LATENCY>(
                         keys,
@@ -806,7 +746,7 @@ pub mod attention {
                 let mut k: Tile<E, { [64, D] }> = constant(E::ZERO, shape![64, D]);
                 let mut v: Tile<E, { [64, D] }> = constant(E::ZERO, shape![64, D]);
                 if INT8 == 1 {
-                    let bytes: Tile<i8, { [64, D] }> = load_key_bytes::<D, PAGE, LATENCY>(
+                    let bytes: Tile<i8, { [64, D] }> = load_page_bytes::<D, PAGE, LATENCY>(
                         key_bytes,
                         tables,
                         table_start,
@@ -821,7 +761,7 @@ pub mod attention {
                         free,
                     );
                     k = widened::<E, 64, D>(bytes);
-                    let bytes: Tile<i8, { [D, 64] }> = load_value_bytes::<D, PAGE, LATENCY>(
+                    let bytes: Tile<i8, { [64, D] }> = load_page_bytes::<D, PAGE, LATENCY>(
                         value_bytes,
                         tables,
                         table_start,
@@ -835,8 +775,7 @@ pub mod attention {
                         head_dim,
                         free,
                     );
-                    let bytes: Tile<E, { [D, 64] }> = widened::<E, D, 64>(bytes);
-                    v = bytes.transpose();
+                    v = widened::<E, 64, D>(bytes);
                 } else {
                     k = load_page::<E, D, PAGE, LATENCY>(
                         keys,

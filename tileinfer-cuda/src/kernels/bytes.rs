@@ -54,13 +54,13 @@ pub mod bytes {
             rounding::NearestEven,
             ftz::Disabled,
         );
-        // Adding and taking away 1.5 * 2^23 rounds to the nearest integer, ties to even.
+        // Added to 1.5 * 2^23 a number is rounded to the nearest integer, ties to even, which stands in the low
+        // bits of the sum: quicker than a conversion.
         let magic: Tile<f32, { [R, C] }> = constant(12582912.0f32, shape![R, C]);
-        let nearest: Tile<f32, { [R, C] }> = (x * levels.broadcast(shape![R, C]) + magic) - magic;
-        let nothing: Tile<f32, { [R, C] }> = constant(0.0f32, shape![R, C]);
-        let nearest: Tile<f32, { [R, C] }> =
-            select(usual.broadcast(shape![R, C]), nearest, nothing);
-        let v: Tile<i32, { [R, C] }> = convert_tile(nearest);
+        let shifted: Tile<f32, { [R, C] }> = x * levels.broadcast(shape![R, C]) + magic;
+        let shifted: Tile<f32, { [R, C] }> = select(usual.broadcast(shape![R, C]), shifted, magic);
+        let bits: Tile<i32, { [R, C] }> = bitcast(shifted);
+        let v: Tile<i32, { [R, C] }> = bits - constant(0x4b40_0000i32, shape![R, C]);
         v
     }
 
@@ -73,19 +73,6 @@ pub mod bytes {
         let by: Tile<i32, { [R, C] }> = constant(254i32, shape![R, C]);
         let shift: Tile<i32, { [R, C] }> = constant(128i32, shape![R, C]);
         (v + half) / by - shift
-    }
-
-    /// `hi` of all rows, then `lo` of all rows: `R2` is twice `R`.
-    pub fn two_bytes<const R: i32, const C: i32, const R2: i32>(
-        v: Tile<i32, { [R, C] }>,
-    ) -> Tile<i8, { [R2, C] }> {
-        let by: Tile<i32, { [R, C] }> = constant(254i32, shape![R, C]);
-        let high: Tile<i32, { [R, C] }> = high_part::<R, C>(v);
-        let low: Tile<i32, { [R, C] }> = v - high * by;
-        let high: Tile<i8, { [R, C] }> = trunci(high, overflow::NoSignedWrap);
-        let low: Tile<i8, { [R, C] }> = trunci(low, overflow::NoSignedWrap);
-        let both: Tile<i8, { [R2, C] }> = cat(high, low, 0i32);
-        both
     }
 
     /// Writes block `block` of `R` rows as bytes, `hi` and `lo` one matrix behind the other, and their scales.
@@ -131,16 +118,24 @@ pub mod bytes {
         fma(high, by, low, rounding::NearestEven, ftz::Disabled)
     }
 
+    /// An integer below 2^22 as a number: added to the bits of 1.5 * 2^23 it is added to the number, which is
+    /// quicker than a conversion.
+    pub fn small_number<const R: i32, const C: i32>(
+        v: Tile<i32, { [R, C] }>,
+    ) -> Tile<f32, { [R, C] }> {
+        let bits: Tile<i32, { [R, C] }> = v + constant(0x4b40_0000i32, shape![R, C]);
+        let shifted: Tile<f32, { [R, C] }> = bitcast(bits);
+        let magic: Tile<f32, { [R, C] }> = constant(12582912.0f32, shape![R, C]);
+        shifted - magic
+    }
+
     /// Bytes as numbers, exactly.
     pub fn widened<E: ElementType, const R: i32, const C: i32>(
         bytes: Tile<i8, { [R, C] }>,
     ) -> Tile<E, { [R, C] }> {
-        // Added to the bits of 1.5 * 2^23 an integer is added to the number: quicker than a conversion.
         let wide: Tile<i32, { [R, C] }> = exti(bytes);
-        let bits: Tile<i32, { [R, C] }> = wide + constant(0x4b40_0000i32, shape![R, C]);
-        let shifted: Tile<f32, { [R, C] }> = bitcast(bits);
-        let magic: Tile<f32, { [R, C] }> = constant(12582912.0f32, shape![R, C]);
-        let values: Tile<E, { [R, C] }> = convert_tile(shifted - magic);
+        let number: Tile<f32, { [R, C] }> = small_number::<R, C>(wide);
+        let values: Tile<E, { [R, C] }> = convert_tile(number);
         values
     }
 

@@ -13,9 +13,8 @@
 #[allow(unreachable_pub)]
 mod activation;
 // Values that only one of two constant branches writes are written before as well.
-#[allow(unreachable_pub, unused_assignments)]
+#[allow(unused_assignments)]
 mod attention;
-mod attention_int8;
 #[allow(unreachable_pub)]
 mod bytes;
 #[allow(unreachable_pub)]
@@ -109,8 +108,6 @@ kernels! {
     ATTEND_SPLIT = attention::attend_split(queries head_dim; outputs keys values key_bytes value_bytes key_scales value_scales factors);
     FOLD = attention::fold(out head_dim; outputs);
     ATTEND_WHOLE = attention::attend_whole(out queries head_dim; keys values key_bytes value_bytes key_scales value_scales factors);
-    ATTEND_SPLIT_INT8 = attention_int8::attend_split_int8(queries head_dim; outputs key_bytes value_bytes key_scales value_scales factors);
-    ATTEND_WHOLE_INT8 = attention_int8::attend_whole_int8(out queries head_dim; key_bytes value_bytes key_scales value_scales factors);
     ARGMAX_PARTS = sample::argmax_parts(vocab; logits);
     ARGMAX = sample::argmax(; );
 }
@@ -120,7 +117,6 @@ const SOURCES: &[&str] = &[
     include_str!("mod.rs"),
     include_str!("activation.rs"),
     include_str!("attention.rs"),
-    include_str!("attention_int8.rs"),
     include_str!("bytes.rs"),
     include_str!("linear.rs"),
     include_str!("linear_int8.rs"),

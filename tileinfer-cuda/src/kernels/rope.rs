@@ -10,9 +10,7 @@ pub mod rope {
 
     /// One part (queries, keys or values) of one row, `HB` heads a block; `P` is the half head padded to a
     /// power of two. `part` 0 writes queries to `queries`, 1 and 2 write to their row's slot. For an int8 cache
-    /// (`INT8` = 1) vectors go to `bytes` and `pool_scales` instead of `out`, divided by `factors` if `smoothed`;
-    /// values (`turned_page` = 1) lie slot by slot within a channel there: products of bytes want the axis that is
-    /// summed over, the keys, contiguous.
+    /// (`INT8` = 1) vectors go to `bytes` and `pool_scales` instead of `out`, divided by `factors` if `smoothed`.
     ///
     /// # Safety
     /// As for the entry points below.
@@ -23,8 +21,6 @@ pub mod rope {
         pool_scales: *mut f32,
         factors: *mut f32,
         smoothed: i32,
-        turned_page: i32,
-        page_size: i32,
         out_vector: Tile<i32, { [HB, P] }>,
         x: *mut E,
         x_first: i32,
@@ -179,14 +175,6 @@ pub mod rope {
                     ftz::Disabled,
                 );
             }
-            let mut to: Tile<i32, { [HB, P] }> = to;
-            let mut step: Tile<i32, { [HB, P] }> = halves;
-            if turned_page == 1 {
-                let size: Tile<i32, { [HB, P] }> = broadcast_scalar(page_size, shape![HB, P]);
-                let block: Tile<i32, { [HB, P] }> = out_vector / size;
-                to = (block * dims + lane) * size + out_vector % size;
-                step = halves * size;
-            }
             let scale: Tile<f32, { [HB, 1] }> = vector_scales::<HB, P>(a, b);
             let a: Tile<i8, { [HB, P] }> = rounded::<HB, P>(a, scale);
             let b: Tile<i8, { [HB, P] }> = rounded::<HB, P>(b, scale);
@@ -200,7 +188,7 @@ pub mod rope {
                 Latency::<0>,
             );
             let _stored: Token = store_ptr_tko(
-                addresses(bytes, to + step),
+                addresses(bytes, to + halves),
                 b,
                 ordering::Weak,
                 None::<scope::Device>,
@@ -319,8 +307,6 @@ pub mod rope {
                 key_scales,
                 factors,
                 0i32,
-                0i32,
-                page_size,
                 vector,
                 qkv,
                 row * width,
@@ -356,8 +342,6 @@ pub mod rope {
                     key_scales,
                     factors,
                     1i32,
-                    0i32,
-                    page_size,
                     vector,
                     qkv,
                     row * width + heads * head_dim,
@@ -381,8 +365,6 @@ pub mod rope {
                     value_scales,
                     factors,
                     0i32,
-                    1i32,
-                    page_size,
                     vector,
                     qkv,
                     row * width + (heads + kv_heads) * head_dim,
@@ -432,8 +414,6 @@ pub mod rope {
             none,
             none,
             0i32,
-            0i32,
-            1i32,
             vector,
             x,
             pid.1 * heads * head_dim,
@@ -459,7 +439,6 @@ pub mod rope {
         scales: *mut f32,
         factors: *mut f32,
         smoothed: i32,
-        turned_page: i32,
         x: *mut E,
         slots: *mut i32,
         kv_heads: i32,
@@ -485,8 +464,6 @@ pub mod rope {
             scales,
             factors,
             smoothed,
-            turned_page,
-            page_size,
             vector,
             x,
             pid.1 * kv_heads * head_dim,
