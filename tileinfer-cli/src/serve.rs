@@ -21,6 +21,11 @@ use crate::voice::Voice;
 /// others would wait when somebody comes. More rows would cost each a little less, by a tenth from 64 to 128.
 const PREFILL_BESIDE_DECODE_ON_CPU: usize = 64;
 
+/// The same on a GPU: a step of an 8B model with 64 sequences and so many rows takes less than twice as long as one
+/// without.
+#[cfg(feature = "cuda")]
+const PREFILL_BESIDE_DECODE_ON_GPU: usize = 256;
+
 pub(crate) fn serve(args: &ServeArgs) -> Result<()> {
     let voice = Voice::new(args.model.voice);
     let name = &args.model.name;
@@ -78,7 +83,7 @@ fn load(
         prefill_beside_decode: match opened.device {
             Device::Cpu | Device::Reference => PREFILL_BESIDE_DECODE_ON_CPU,
             #[cfg(feature = "cuda")]
-            Device::Cuda(_) => EngineOptions::default().prefill_beside_decode,
+            Device::Cuda(_) => PREFILL_BESIDE_DECODE_ON_GPU,
         },
         ..EngineOptions::default()
     };

@@ -2,7 +2,7 @@
 
 use super::*;
 
-const VERBS: [&str; 13] = [
+const VERBS: [&str; 14] = [
     "serve",
     "run",
     "pull",
@@ -14,6 +14,7 @@ const VERBS: [&str; 13] = [
     "tokenize",
     "eval",
     "bench",
+    "quantize",
     "completions",
     "man",
 ];
