@@ -463,6 +463,8 @@ impl Drop for Device {
         unsafe {
             sys::cuCtxSetCurrent(self.context);
             sys::cuStreamDestroy_v2(self.stream);
+            // A thread that ends with a context that is gone takes the process with it.
+            sys::cuCtxSetCurrent(ptr::null_mut());
             sys::cuDevicePrimaryCtxRelease_v2(self.device);
         }
     }

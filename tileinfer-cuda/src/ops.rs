@@ -231,18 +231,18 @@ pub fn linear_plan(shape: &LinearShape) -> LinearPlan {
         // A row is two rows of bytes.
         (_, true) => match rows {
             ..=8 => few_plan(shape, [64, 256, 8, 4], (4, 3)),
-            ..=16 => few_plan(shape, [64, 256, 16, 4], (4, 3)),
-            ..=32 => few_plan(shape, [64, 256, 32, 3], (4, 2)),
-            ..=64 => few_plan(shape, [64, 128, 64, 3], (4, 2)),
+            9..=16 => few_plan(shape, [64, 256, 16, 4], (4, 3)),
+            17..=32 => few_plan(shape, [64, 256, 32, 3], (4, 2)),
+            33..=64 => few_plan(shape, [64, 128, 64, 3], (4, 2)),
             _ => many_plan(shape, [256, 128, 64, 3], (8, 1)),
         },
         // One tile for all: plain multiplies and adds, whose order is the compiler's choice a tile.
         (Type::F32, false) => few_plan(shape, [64, 32, 16, 3], (4, 2)),
         (Type::Bf16, false) => match rows {
             ..=16 => few_plan(shape, [64, 128, 16, 3], (4, together)),
-            ..=32 => few_plan(shape, [64, 128, 32, 3], (4, 2)),
-            ..=64 => few_plan(shape, [64, 128, 64, 3], (4, 2)),
-            ..=128 => few_plan(shape, [64, 128, 128, 3], (4, 1)),
+            17..=32 => few_plan(shape, [64, 128, 32, 3], (4, 2)),
+            33..=64 => few_plan(shape, [64, 128, 64, 3], (4, 2)),
+            65..=128 => few_plan(shape, [64, 128, 128, 3], (4, 1)),
             // 4096 rows: 704 to 773 TFLOP/s. Too few such tiles leave multiprocessors idle.
             _ if rows.div_ceil(128) * shape.n.div_ceil(256) >= 96 => {
                 many_plan(shape, [256, 64, 128, 4], (8, 1))
