@@ -191,7 +191,7 @@ pub(crate) struct BundleArguments {
 pub(crate) fn bundle(root: &Path, arguments: &BundleArguments) -> Result<()> {
     let arch = &arguments.arch;
     kernels_for(root, &[arch])?;
-    run(cargo(root).args(["build", "--package", "tileinfer-cuda", "--bin", "gpu-check"]))?;
+    run(cargo(root).args(["build", "--package", "tileinfer-cuda", "--bins"]))?;
     let out = arguments
         .out
         .clone()
@@ -207,7 +207,9 @@ pub(crate) fn bundle(root: &Path, arguments: &BundleArguments) -> Result<()> {
             .with_context(|| format!("cannot copy {}", from.display()))
             .map(|_| ())
     };
-    copy(root.join("target/debug/gpu-check"), "gpu-check")?;
+    for program in ["gpu-check", "gpu-bench"] {
+        copy(root.join("target/debug").join(program), program)?;
+    }
     let pack = format!("tileinfer-{arch}.pack");
     copy(root.join("target/kernels").join(&pack), &pack)?;
     copy_tree(
