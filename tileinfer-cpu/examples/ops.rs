@@ -1,7 +1,8 @@
 //! Times each operation on the shapes of small models: `cargo run --release -p tileinfer-cpu --example ops`.
 //!
-//! Options: `--threads N`, `--level avx512|avx2|neon|portable`, `--only PART` (lines that contain it). With one
-//! thread the time is that of the thread's own work, so a busy machine can be measured too; with more it is
+//! Options: `--threads N`, `--level avx512|avx2|neon|portable`, `--only PART` (operations whose name contains it).
+//! A mapped file's pages lie in runs, those of an allocation do not: on Linux, with
+//! `GLIBC_TUNABLES=glibc.malloc.hugetlb=1`, weights are as fast to read as those of a file. With one thread the time is that of the thread's own work, so a busy machine can be measured too; with more it is
 //! the wall clock's. Weights and caches are larger than the caches of the processor, as they are in a model.
 
 use std::hint::black_box;
@@ -191,6 +192,9 @@ impl Bench {
         ];
         for (name, n, k, gated) in list {
             let bytes = if int8 { n * (k + 4) } else { n * k * 2 };
+            if !format!("linear{} {name}", named(int8)).contains(&self.only) {
+                continue;
+            }
             let copies = (150_000_000 / bytes).clamp(1, 60);
             let parts = if gated { 2 } else { 1 };
             let weights: Vec<_> = (0..copies)

@@ -4,6 +4,7 @@
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use crate::memory::Aligned;
 use crate::pool::Pool;
 use crate::simd::{Isa, Kernel, Level};
 
@@ -17,7 +18,9 @@ pub fn read_bandwidth(
     clock: &dyn Fn() -> f64,
 ) -> f64 {
     const CHUNK: usize = 1 << 18;
-    let data = vec![1.0_f32; bytes / 4];
+    let mut data = Aligned::new(bytes / 4, 0.0_f32);
+    data.fill(1.0);
+    let data = &data[..];
     let sink = AtomicU32::new(0);
     let mut best = f64::INFINITY;
     for _ in 0..passes {

@@ -99,10 +99,9 @@ impl Default for Order {
 const WEIGHT_ROWS: usize = 4;
 /// Activation rows from which on a thread's weights are used so often that how they come does not matter.
 const MANY: usize = 32;
-/// Bytes by which prefetching is ahead where a single row meets a weight. Of 1, 2 and 4 weight rows at a time
-/// and 1, 4 and 8 KiB ahead, one row and 4 KiB were best: 0.66 to 0.80 of the read bandwidth of one thread on
-/// EPYC Zen 4, against 0.45 to 0.6 for four rows.
-const AHEAD: usize = 4096;
+/// Bytes by which prefetching into the second level cache is ahead where weights come from memory. Of 8, 12, 16, 24
+/// and 32 KiB, 12 and 16 were best on EPYC Zen 4; into the first level cache any distance took half as long again.
+const AHEAD: usize = 16 << 10;
 /// Weight bytes that a thread takes at a time when each is used once: a few microseconds of streaming.
 const STREAM_BYTES: usize = 48 << 10;
 /// Weight bytes that a thread takes at a time when they are used for many rows: they stay in its L2 cache.
@@ -392,14 +391,15 @@ impl Chunk<'_> {
         while n < weights.end {
             // Rows past the end stand in for themselves by the last one; their sums are not stored.
             let count = WEIGHT_ROWS.min(weights.end - n);
-            let w: [*const u8; WEIGHT_ROWS] = [0, 1, 2, 3]
-                .map(|i| self.weight.bytes[(n + i.min(count - 1)) * row_bytes..].as_ptr());
+            let tile = self.weight.bytes[n * row_bytes..(n + count) * row_bytes].as_ptr();
+            let row = |i: usize| tile.wrapping_add(i.min(count - 1) * row_bytes);
+            let w = [row(0), row(1), row(2), row(3)];
             let mut sums = [[isa.splat(0.0); WEIGHT_ROWS]; ROWS];
             let mut x = x.as_ptr();
             let mut done = 0;
             if ROWS == 1 && ahead {
                 // Weight by weight, in the order of memory: one sum waits for itself, but the next row's begins
-                // meanwhile, and this is faster than four streams (see `AHEAD`).
+                // meanwhile, and this is faster than four streams.
                 for i in 0..WEIGHT_ROWS {
                     let mut sum = [[isa.splat(0.0)]; ROWS];
                     for s in 0..whole {
@@ -415,8 +415,8 @@ impl Chunk<'_> {
                 done = whole;
                 x = x.wrapping_add(whole * step);
             }
-            // The next tile is asked for from its first byte to its last while this one is in use.
-            let next = w[0].wrapping_add(WEIGHT_ROWS * row_bytes);
+            // As many bytes as this tile has are asked for while it is in use.
+            let next = tile.wrapping_add(AHEAD);
             for s in done..whole {
                 let at = s * step * E::BYTES;
                 // SAFETY: step `s` lies within each weight row and within the packed tile, which holds

@@ -1,5 +1,7 @@
 //! Zeroed memory that starts at a cache line.
 
+use tileinfer::memory::wish_for_large_pages;
+
 /// Bytes of a cache line.
 const LINE: usize = 64;
 
@@ -18,6 +20,7 @@ impl<T: Copy> Aligned<T> {
     /// `len` elements, `zero` each.
     pub(crate) fn new(len: usize, zero: T) -> Self {
         let data = vec![zero; len + LINE / size_of::<T>()];
+        wish_for_large_pages(&data);
         let start = (data.as_ptr().addr().wrapping_neg() % LINE) / size_of::<T>();
         Aligned { data, start, len }
     }

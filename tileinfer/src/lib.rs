@@ -3,6 +3,7 @@
 //! Modules are listed in the order in which one would read them.
 
 mod error;
+pub mod memory;
 pub mod config;
 pub mod hub;
 pub mod weights;

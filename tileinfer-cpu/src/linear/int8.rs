@@ -299,8 +299,9 @@ impl Chunk<'_> {
         while n < weights.end {
             // Rows past the end stand in for themselves by the last one; their sums are not stored.
             let count = WEIGHT_ROWS.min(weights.end - n);
-            let w: [*const i8; WEIGHT_ROWS] =
-                [0, 1, 2, 3].map(|i| self.weight.values[(n + i.min(count - 1)) * cols..].as_ptr());
+            let tile = self.weight.values[n * cols..(n + count) * cols].as_ptr();
+            let row = |i: usize| tile.wrapping_add(i.min(count - 1) * cols);
+            let w = [row(0), row(1), row(2), row(3)];
             let mut totals = [[0.0_f64; WEIGHT_ROWS]; ROWS];
             let mut block = 0;
             while block < cols {
@@ -346,7 +347,7 @@ impl Chunk<'_> {
         let x = x.as_ptr();
         let at = |s: usize, r: usize| x.wrapping_add((s * ROWS + r) * 2 * D::STEP);
         if ROWS == 1 && ahead {
-            // Weight by weight, in the order of memory (see `AHEAD`).
+            // Weight by weight, in the order of memory.
             for i in 0..WEIGHT_ROWS {
                 let mut sum = sums[0][i];
                 for s in steps.clone() {
@@ -360,8 +361,8 @@ impl Chunk<'_> {
                 sums[0][i] = sum;
             }
         } else {
-            // The next tile is asked for from its first byte to its last while this one is in use.
-            let next = w[0].wrapping_add(WEIGHT_ROWS * self.weight.cols);
+            // As many bytes as this tile has are asked for while it is in use.
+            let next = w[0].wrapping_add(AHEAD);
             for s in steps {
                 // SAFETY: step `s` lies within each weight row and within the packed tile.
                 unsafe {

@@ -197,6 +197,6 @@ impl Isa for Avx2 {
     }
     #[inline(always)]
     fn prefetch(self, p: *const u8) {
-        avx2!(_mm_prefetch::<_MM_HINT_T0>(p.cast()));
+        avx2!(_mm_prefetch::<_MM_HINT_T1>(p.cast()));
     }
 }

@@ -191,6 +191,6 @@ impl Isa for Avx512 {
     }
     #[inline(always)]
     fn prefetch(self, p: *const u8) {
-        avx512!(_mm_prefetch::<_MM_HINT_T0>(p.cast()));
+        avx512!(_mm_prefetch::<_MM_HINT_T1>(p.cast()));
     }
 }

@@ -31,7 +31,7 @@ pub(crate) trait ByteDot: Copy + Send + Sync + 'static {
     fn totals(self, sums: [Self::Sums; 4]) -> [f64; 4];
     /// Lays `STEP` activations out for [`ByteDot::dot`].
     fn pack(self, v: &[i32], out: &mut [u8]);
-    /// Asks for the cache line at `p`; any address is fine.
+    /// Asks for the cache line at `p`, into the second level cache; any address is fine.
     fn prefetch(self, p: *const i8);
 }
 
@@ -177,7 +177,7 @@ pub(super) mod x86 {
         #[inline(always)]
         fn prefetch(self, p: *const i8) {
             // SAFETY: as above; a prefetch does not fault.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(p) }
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(p) }
         }
     }
 
@@ -254,7 +254,7 @@ pub(super) mod x86 {
         #[inline(always)]
         fn prefetch(self, p: *const i8) {
             // SAFETY: as above; a prefetch does not fault.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(p) }
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(p) }
         }
     }
 

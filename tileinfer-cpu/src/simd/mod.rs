@@ -98,7 +98,7 @@ pub(crate) trait Isa: Copy + Send + Sync + 'static {
     }
     /// The largest lane.
     fn reduce_max(self, v: Self::V) -> f32;
-    /// Asks for the cache line at `p`; any address is fine.
+    /// Asks for the cache line at `p`, into the second level cache; any address is fine.
     fn prefetch(self, p: *const u8);
 }
 
