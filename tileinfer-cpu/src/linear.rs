@@ -167,13 +167,13 @@ pub(crate) fn linear_packed(
 /// Runs of rows that a thread takes at a time: the part, its rows, and the output column of the part's first.
 fn chunks(parts: &[Matrix<'_>], rows: usize) -> impl Iterator<Item = (usize, Range<usize>, usize)> {
     let total: usize = parts.iter().map(|part| part.bytes.len()).sum();
-    // At least a dozen chunks where there is so much, so that no thread waits long for the last one.
+    // At least two dozen chunks where there is so much, so that no thread waits long for the last one.
     let most = if rows < MANY {
         STREAM_BYTES
     } else {
         REUSE_BYTES
     };
-    let bytes = most.min(total / 12);
+    let bytes = most.min(total / 24);
     let mut first = 0;
     parts.iter().enumerate().flat_map(move |(i, part)| {
         let row_bytes = (part.cols * part.element.bytes()).max(1);
@@ -332,10 +332,10 @@ impl Chunk<'_> {
         let size = tile_size::<I>(self.rows);
         // Few rows: each register tile of weights meets all of them while it is in the L1 cache. Many: each
         // tile of activations meets all weights of the chunk.
-        let (group, ahead) = if self.rows < MANY {
-            (WEIGHT_ROWS, true)
+        let group = if self.rows < MANY {
+            WEIGHT_ROWS
         } else {
-            (self.range.len(), false)
+            self.range.len()
         };
         let mut n = self.range.start;
         while n < self.range.end {
@@ -344,7 +344,7 @@ impl Chunk<'_> {
             while first < self.rows {
                 let rows = size.min(self.rows - first);
                 let x = &self.x[first * steps * step..][..rows * steps * step];
-                let ahead = ahead && first == 0;
+                let ahead = first == 0;
                 match rows {
                     1 => self.tile::<I, E, 1>(isa, x, first, &weights, ahead),
                     2 => self.tile::<I, E, 2>(isa, x, first, &weights, ahead),
@@ -352,11 +352,20 @@ impl Chunk<'_> {
                     4 => self.tile::<I, E, 4>(isa, x, first, &weights, ahead),
                     _ => self.tile::<I, E, 5>(isa, x, first, &weights, ahead),
                 }
+                if weights.end == self.range.end {
+                    // The sums of these rows are all there, and of many rows these are still near.
+                    self.finish(isa, first..first + rows);
+                }
                 first += rows;
             }
             n = weights.end;
         }
-        for row in 0..self.rows {
+    }
+
+    /// Adds the bias to the raw sums of some activation rows, and rounds them.
+    #[inline(always)]
+    fn finish<I: Isa>(&self, isa: I, rows: Range<usize>) {
+        for row in rows {
             let at = row * self.stride + self.first + self.range.start;
             // SAFETY: this chunk alone writes columns `self.range` of the output rows.
             let y = unsafe { self.out.range(at, self.range.len()) };

@@ -77,7 +77,7 @@ pub(crate) fn write_hashed(
 ) -> Result<String> {
     let write = || -> Result<String> {
         let mut out = Hashing {
-            inner: BufWriter::new(File::create(path)?),
+            inner: BufWriter::with_capacity(4 << 20, File::create(path)?),
             hash: Sha256::new(),
         };
         fill(&mut out)?;

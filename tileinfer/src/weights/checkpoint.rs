@@ -268,6 +268,10 @@ impl MappedFile {
         // show up as changed numbers (every bit pattern is a valid byte) and a truncation as SIGBUS, never as a wild
         // access, and `verify_unchanged` tells both.
         let bytes = unsafe { Mmap::map(&file) }.map_err(io)?;
+        // A file that is not in memory yet then comes in large pages (see `memory`). Where the system cannot, it says so,
+        // and nothing is lost.
+        #[cfg(target_os = "linux")]
+        let _ = bytes.advise(memmap2::Advice::HugePage);
         let mapping = Mapping {
             #[cfg(unix)]
             _watch: Watch::new(&path, &bytes),
