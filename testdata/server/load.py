@@ -22,6 +22,7 @@ ARGUMENTS.add_argument("--streams", type=int, nargs="+", default=[1, 8])
 ARGUMENTS.add_argument("--prompt-words", type=int, default=100)
 ARGUMENTS.add_argument("--tokens", type=int, default=128)
 ARGUMENTS.add_argument("--rounds", type=int, default=3)
+ARGUMENTS.add_argument("--seed", type=int, default=0, help="other prompts than with another seed")
 ARGUMENTS = ARGUMENTS.parse_args()
 URL = urllib.parse.urlsplit(ARGUMENTS.url)
 WORDS = "time year people way day man thing woman life child world school state family student group country".split()
@@ -65,11 +66,12 @@ def measure(streams, seed):
     }
 
 
-measure(1, 999)
+FIRST = 1000 * ARGUMENTS.seed
+measure(1, FIRST + 999)
 results = {streams: [] for streams in ARGUMENTS.streams}
 for turn in range(ARGUMENTS.rounds):
     for streams in ARGUMENTS.streams:
-        results[streams].append(measure(streams, turn * 100 + streams))
+        results[streams].append(measure(streams, FIRST + turn * 100 + streams))
 for streams, rounds in results.items():
     medians = {name: round(statistics.median(result[name] for result in rounds), 1) for name in rounds[0]}
     print(json.dumps({"streams": streams, **medians}), flush=True)

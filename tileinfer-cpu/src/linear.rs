@@ -12,7 +12,7 @@
 
 use std::ops::Range;
 
-use crate::memory::Aligned;
+use crate::memory::{Aligned, LINE};
 use crate::pool::Pool;
 use crate::simd::{Isa, Kernel, Level};
 use crate::vector::parts;
@@ -338,6 +338,11 @@ impl Chunk<'_> {
             self.range.len()
         };
         let mut n = self.range.start;
+        let row_bytes = self.weight.cols * E::BYTES;
+        let first = &self.weight.bytes[n * row_bytes..self.range.end * row_bytes];
+        for line in first[..AHEAD.min(first.len())].chunks(LINE) {
+            isa.prefetch(line.as_ptr());
+        }
         while n < self.range.end {
             let weights = n..self.range.end.min(n + group);
             let mut first = 0;

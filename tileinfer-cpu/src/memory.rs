@@ -3,7 +3,7 @@
 use tileinfer::memory::wish_for_large_pages;
 
 /// Bytes of a cache line.
-const LINE: usize = 64;
+pub(crate) const LINE: usize = 64;
 
 /// `len` elements from the first cache line on of a vector that is a little longer.
 ///

@@ -15,7 +15,12 @@ use crate::demo_model;
 const PACKAGE: &str = "llama-cpp-python==0.3.36";
 /// Its name, unpacked.
 const SOURCE: &str = "llama_cpp_python-0.3.36";
-const PROGRAMS: [&str; 3] = ["llama-bench", "llama-quantize", "llama-batched-bench"];
+const PROGRAMS: [&str; 4] = [
+    "llama-batched-bench",
+    "llama-bench",
+    "llama-quantize",
+    "llama-server",
+];
 
 /// Programs built from source for this machine, in a folder of their own.
 pub(crate) struct LlamaCpp {
@@ -69,7 +74,7 @@ impl LlamaCpp {
         configure.arg("-B").arg(&build).args(["-G", "Ninja"]);
         configure.args(["-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON"]);
         configure.args(["-DBUILD_SHARED_LIBS=OFF", "-DLLAMA_CURL=OFF"]);
-        configure.args(["-DLLAMA_OPENSSL=OFF", "-DLLAMA_BUILD_SERVER=OFF"]);
+        configure.args(["-DLLAMA_OPENSSL=OFF", "-DLLAMA_BUILD_SERVER=ON"]);
         configure.args(["-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF"]);
         execute(&mut configure)?;
         let mut compile = Command::new(bin.join("cmake"));
@@ -96,6 +101,37 @@ impl LlamaCpp {
             fs::rename(unfinished, &path)?;
         }
         Ok(path)
+    }
+
+    /// The same in Q8_0: eight bits a weight, and a scale for every 32.
+    pub(crate) fn demo_model_q8(&self) -> Result<PathBuf> {
+        let path = self.folder.join("smollm2-135m-q8_0.gguf");
+        if !path.exists() {
+            let unfinished = path.with_extension("incomplete");
+            let mut quantize = Command::new(self.program("llama-quantize"));
+            let arguments = quantize.arg(self.demo_model()?).arg(&unfinished);
+            execute(arguments.arg("Q8_0"))?;
+            fs::rename(unfinished, &path)?;
+        }
+        Ok(path)
+    }
+
+    /// A server of `sequences` at once on `port`.
+    pub(crate) fn server(
+        &self,
+        model: &Path,
+        threads: usize,
+        sequences: usize,
+        port: u16,
+    ) -> Command {
+        let mut server = Command::new(self.program("llama-server"));
+        server
+            .arg("-m")
+            .arg(model)
+            .args(["-t", &threads.to_string(), "--port", &port.to_string()])
+            .args(["-np", &sequences.to_string()])
+            .args(["-c", &(1024 * sequences).to_string()]);
+        server
     }
 
     /// A Qwen3-0.6B with random bf16 weights and no tokenizer.

@@ -3,8 +3,9 @@
 //! Both programs run in turns, on the same number of threads, and what counts is the median of the ratios of
 //! neighbouring runs: a busy moment then hits both. Every run of ours measures the ceilings too, before and after.
 
-use std::fmt::Write as _;
 use std::fs;
+use std::io::{Read as _, Write as _};
+use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -45,8 +46,10 @@ pub(crate) fn run(root: &Path, arguments: &Arguments) -> Result<()> {
         ours: our_program(root)?,
         model: model.to_string_lossy().into_owned(),
         peer_model: peer.demo_model()?,
+        peer_q8: peer.demo_model_q8()?,
         peer_random: peer.random_qwen3()?,
         peer,
+        load: root.join("testdata/server/load.py"),
         pairs: arguments.pairs,
         threads: arguments.threads,
         ceilings: Vec::new(),
@@ -78,7 +81,7 @@ pub(crate) fn run(root: &Path, arguments: &Arguments) -> Result<()> {
 type Measure = fn(&mut Bench) -> Result<Row>;
 
 /// What there is to measure, in the order of the table.
-const MEASUREMENTS: [(&str, Measure); 11] = [
+const MEASUREMENTS: [(&str, Measure); 14] = [
     ("SmolLM2-135M, decode 128 tokens", |b| {
         b.against(
             &[
@@ -195,6 +198,39 @@ const MEASUREMENTS: [(&str, Measure); 11] = [
             b.against_ourselves(&arguments, &arguments, &["--threads", "1"])
         },
     ),
+    ("SmolLM2-135M, int8, decode 128 tokens", |b| {
+        let arguments = [
+            "--prompt-tokens",
+            "16",
+            "--depth",
+            "16",
+            "--gen-tokens",
+            "128",
+            "--quant",
+            "int8",
+        ];
+        b.against(&arguments, "decode", |b| {
+            b.peer
+                .bench(&b.peer_q8, b.threads, &["-p", "0", "-n", "128", "-d", "16"])
+        })
+    }),
+    ("SmolLM2-135M, int8, prefill 512", |b| {
+        let arguments = [
+            "--prompt-tokens",
+            "512",
+            "--depth",
+            "16",
+            "--gen-tokens",
+            "1",
+            "--quant",
+            "int8",
+        ];
+        b.against(&arguments, "prefill", |b| {
+            b.peer
+                .bench(&b.peer_q8, b.threads, &["-p", "512", "-n", "0"])
+        })
+    }),
+    ("SmolLM2-135M, server, 8 streams", Bench::servers),
     ("Qwen3-0.6B shape, decode 64 tokens", |b| {
         let arguments = [
             "--prompt-tokens",
@@ -236,9 +272,12 @@ struct Bench {
     model: String,
     peer: LlamaCpp,
     peer_model: PathBuf,
+    peer_q8: PathBuf,
     peer_random: PathBuf,
     pairs: u32,
     threads: usize,
+    /// The client that loads servers.
+    load: PathBuf,
     /// Read bandwidth in GB/s and f32 rate in TFLOP/s of every run on all threads.
     ceilings: Vec<(f64, f64)>,
 }
@@ -350,6 +389,47 @@ impl Bench {
         })
     }
 
+    /// Ours and llama.cpp's server, both up, asked in turns by the same client.
+    fn servers(&mut self) -> Result<Row> {
+        const STREAMS: usize = 8;
+        let (port, other_port) = (free_port()?, free_port()?);
+        let mut ours = Command::new(&self.ours);
+        ours.args(["serve", &self.model, "--quiet", "--device", "cpu"])
+            .args(["--threads", &self.threads.to_string()])
+            .args(["--address", &format!("127.0.0.1:{port}")]);
+        let theirs = self
+            .peer
+            .server(&self.peer_model, self.threads, STREAMS, other_port);
+        let _servers = [
+            Server::start(ours, port)?,
+            Server::start(theirs, other_port)?,
+        ];
+        let (mut rates, mut others, mut ratios) = (vec![], vec![], vec![]);
+        let (mut waits, mut other_waits) = (vec![], vec![]);
+        for turn in 0..self.pairs {
+            let (rate, wait) = load(&self.load, port, STREAMS, turn)?;
+            let (other, other_wait) = load(&self.load, other_port, STREAMS, turn)?;
+            eprintln!(
+                "  {rate:.1} and {other:.1} tokens/s, {wait:.0} and {other_wait:.0} ms to the first"
+            );
+            ratios.push(rate / other);
+            rates.push(rate);
+            others.push(other);
+            waits.push(wait);
+            other_waits.push(other_wait);
+        }
+        let cell = |rates: &mut [f64], waits: &mut [f64]| {
+            let (rate, wait) = (median(rates), median(waits));
+            format!("{rate:.1} tokens/s, {wait:.0} ms to the first")
+        };
+        Ok(Row {
+            ours: cell(&mut rates, &mut waits),
+            other: format!("llama-server {}", cell(&mut others, &mut other_waits)),
+            ratio: Some(median(&mut ratios)),
+            fraction: None,
+        })
+    }
+
     fn start(&mut self) -> Result<Row> {
         let mut seconds = Vec::new();
         let mut tokens = 0;
@@ -442,6 +522,67 @@ impl Bench {
     }
 }
 
+/// A server, which ends with this value.
+struct Server(std::process::Child);
+
+impl Server {
+    /// Starts `command` and waits until it answers on `port`.
+    fn start(mut command: Command, port: u16) -> Result<Self> {
+        let shown = format!("{command:?}");
+        let child = command
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .with_context(|| format!("cannot start {shown}"))?;
+        let mut server = Server(child);
+        for _ in 0..600 {
+            if let Some(status) = server.0.try_wait()? {
+                bail!("{shown} ended: {status}");
+            }
+            let healthy = || -> std::io::Result<bool> {
+                let mut stream = TcpStream::connect(("127.0.0.1", port))?;
+                stream.write_all(b"GET /health HTTP/1.0\r\n\r\n")?;
+                let mut answer = String::new();
+                stream.read_to_string(&mut answer)?;
+                Ok(answer.split(' ').nth(1) == Some("200"))
+            };
+            if healthy().unwrap_or(false) {
+                return Ok(server);
+            }
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        bail!("{shown} did not become healthy within a minute")
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn free_port() -> Result<u16> {
+    Ok(TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.port())
+}
+
+/// Tokens a second and milliseconds to the first token of one round of `streams`.
+fn load(client: &Path, port: u16, streams: usize, seed: u32) -> Result<(f64, f64)> {
+    let mut command = Command::new("python3");
+    command
+        .arg(client)
+        .arg(format!("http://127.0.0.1:{port}"))
+        .args(["--rounds", "1", "--streams", &streams.to_string()])
+        .args(["--seed", &seed.to_string()]);
+    let result: Value = serde_json::from_str(&output(&mut command)?)?;
+    let number = |name: &str| {
+        result[name]
+            .as_f64()
+            .with_context(|| format!("the client printed no {name}"))
+    };
+    Ok((number("tokens_per_second")?, number("first_token_ms")?))
+}
+
 /// Builds the command line program for speed.
 fn our_program(root: &Path) -> Result<PathBuf> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
@@ -502,10 +643,8 @@ fn document(bench: &Bench, rows: &[(&str, Row)], busy: f64) -> Result<String> {
             _ => "not measured".to_owned(),
         }
     };
-    let mut text = String::new();
-    writeln!(
-        text,
-        "{BEGIN}\n## CPU, bf16, against llama.cpp\n\n{}; {} threads; {}; load before: {busy}. Made by\n\n    cargo xtask bench-peers --pairs {} --threads {}\n\nllama.cpp is that of the source distribution of llama-cpp-python 0.3.36, built for this machine (`GGML_NATIVE`), its weights bf16 too; flash attention off or on, whichever was faster. The programs ran in turns; rates are medians, and \"ratio\" is the median of the ratios of neighbouring runs. \"Of the ceiling\" is what ours reached of the read bandwidth (decode) or of the f32 multiply-add rate (prefill) that the same run measured before and after: read {} GB/s, multiply-add {} GFLOP/s over all runs.\n",
+    let mut text = format!(
+        "{BEGIN}\n## CPU, against llama.cpp\n\n{}; {} threads; {}; load before: {busy}. Made by\n\n    cargo xtask bench-peers --pairs {} --threads {}\n\nllama.cpp is that of the source distribution of llama-cpp-python 0.3.36, built for this machine (`GGML_NATIVE`), its weights bf16 too (Q8_0 where ours are int8); flash attention off or on, whichever was faster. The programs ran in turns; rates are medians, and \"ratio\" is the median of the ratios of neighbouring runs. \"Of the ceiling\" is what ours reached of the read bandwidth (decode) or of the f32 multiply-add rate (prefill) that the same run measured before and after: read {} GB/s, multiply-add {} GFLOP/s over all runs.\n",
         date.trim(),
         bench.threads,
         processor(),
@@ -513,15 +652,13 @@ fn document(bench: &Bench, rows: &[(&str, Row)], busy: f64) -> Result<String> {
         bench.threads,
         range(|ceilings| ceilings.0),
         range(|ceilings| ceilings.1 * 1e3),
-    )?;
-    writeln!(
-        text,
-        "| | ours | compared with | ratio | of the ceiling |\n|---|---|---|---|---|"
-    )?;
+    );
+    text.push_str("\n| | ours | compared with | ratio | of the ceiling |\n|---|---|---|---|---|\n");
     for (name, row) in rows {
-        writeln!(text, "| {name} | {} |", row.cells().join(" | "))?;
+        text.push_str(&format!("| {name} | {} |\n", row.cells().join(" | ")));
     }
-    writeln!(text, "{END}")?;
+    text.push_str(END);
+    text.push('\n');
     Ok(text)
 }
 

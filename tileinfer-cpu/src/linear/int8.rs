@@ -7,7 +7,7 @@
 use std::ops::Range;
 
 use super::{AHEAD, Finish, MANY, REUSE_BYTES, STREAM_BYTES, WEIGHT_ROWS};
-use crate::memory::Aligned;
+use crate::memory::{Aligned, LINE};
 use crate::pool::Pool;
 use crate::simd::{ByteDot, ByteKernel, Level};
 use crate::{Rounding, SharedMut};
@@ -259,6 +259,11 @@ impl ByteKernel for Chunk<'_> {
             (self.range.len(), false)
         };
         let mut n = self.range.start;
+        let cols = self.weight.cols;
+        let first = &self.weight.values[n * cols..self.range.end * cols];
+        for line in first[..AHEAD.min(first.len())].chunks(LINE) {
+            dot.prefetch(line.as_ptr());
+        }
         while n < self.range.end {
             let weights = n..self.range.end.min(n + group);
             let mut first = 0;
