@@ -430,7 +430,15 @@ impl Backend for CpuBackend {
         let (plain, int8) = &mut *self.packed.lock().unwrap_or_else(|e| e.into_inner());
         match weight.matrices()? {
             Matrices::Plain(parts) => {
-                plain.pack(level, pool, x.all(), rows, k, &parts);
+                plain.pack(
+                    level,
+                    pool,
+                    x.all(),
+                    rows,
+                    k,
+                    self.rounding(x.element),
+                    &parts,
+                );
                 linear_packed(level, pool, out.all_mut(), plain, &parts, bias, rounding);
             }
             Matrices::Int8(parts) => {
@@ -552,10 +560,11 @@ impl Backend for CpuBackend {
                 x.width, out.width
             )));
         }
-        let width = out.width;
+        let (width, rounding) = (out.width, self.rounding(out.element));
         for row in 0..x.rows {
-            out.values[row * width + to..][..columns]
-                .copy_from_slice(&x.row(row)[from..from + columns]);
+            let out = &mut out.values[row * width + to..][..columns];
+            out.copy_from_slice(&x.row(row)[from..from + columns]);
+            self.level.dispatch(Round(out, rounding));
         }
         Ok(())
     }
@@ -563,8 +572,11 @@ impl Backend for CpuBackend {
     fn gather_wanted(&self, out: &mut CpuTensor, x: &CpuTensor, step: &CpuStep) -> Result<()> {
         let (wanted, width) = (&step.layout.wanted, x.width);
         out.expect(wanted.len(), width)?;
+        let rounding = self.rounding(out.element);
         for (i, &row) in wanted.iter().enumerate() {
-            out.values[i * width..(i + 1) * width].copy_from_slice(x.row(row as usize));
+            let out = &mut out.values[i * width..(i + 1) * width];
+            out.copy_from_slice(x.row(row as usize));
+            self.level.dispatch(Round(out, rounding));
         }
         Ok(())
     }

@@ -2,13 +2,14 @@
 //!
 //! The order of a sum, which is the same for every output element of a weight whatever the number of rows,
 //! the tile or the thread: K runs in steps of `2 * LANES`; in each step lane `i` of one f32 accumulator takes
-//! element `2i` and then element `2i + 1` (bf16, which widens in that order with a shift and a mask) or
+//! element `2i` and then element `2i + 1` (bf16, which widens in that order with a shift and a mask), or both at once
+//! (bf16 by activations that are bf16 too, on levels that have an instruction for it: twice the rate), or
 //! `i` and then `i + LANES` (f32, f16); the last step is filled up with zeros; at the end the lanes are folded
 //! in halves (see `simd`), the bias is added and the sum is rounded once.
 //!
 //! Activations are first copied into that order ("packed"), tile after tile, so that the inner loop reads
-//! them in one aligned stream. Register tiles are 4 weight rows by `TILE_ROWS` activation rows; a weight
-//! vector is widened once per tile. What this module decided not to know: what the product is for.
+//! them in one aligned stream. Register tiles are 4 weight rows by `TILE_ROWS` or `DOT_ROWS` activation rows; a
+//! weight vector is read, and widened, once per tile. What this module decided not to know: what the product is for.
 
 use std::ops::Range;
 
@@ -68,9 +69,11 @@ impl<'a> Matrix<'a> {
 
 /// Activations in the order in which the kernels read them; kept between calls to reuse its memory.
 ///
-/// There are two orders, see the module's first lines; both are made when the weights of a call need both.
+/// There are three orders, see the module's first lines; two are made when the weights of a call need both.
 #[derive(Debug, Default)]
 pub(crate) struct Packed {
+    /// For bf16 weights, pairs of bf16.
+    pairs: Order,
     /// For bf16 weights.
     interleaved: Order,
     /// For f16 and f32 weights.
@@ -142,12 +145,7 @@ pub(crate) fn linear_packed(
     pool.run(chunks.len(), |i| {
         let (part, range, first) = &chunks[i];
         let weight = parts[*part];
-        let order = packed.order(weight.element);
-        assert!(
-            order.valid,
-            "activations are not packed for {:?}",
-            weight.element
-        );
+        let (kind, order) = packed.order(weight.element);
         let bias = bias.map(|bias| &bias[first + range.start..first + range.end]);
         let (rows, range) = (packed.rows, range.clone());
         level.dispatch(Chunk {
@@ -156,6 +154,7 @@ pub(crate) fn linear_packed(
             stride: n,
             first: *first,
             x: &order.data,
+            kind,
             rows,
             weight,
             bias,
@@ -190,7 +189,8 @@ fn chunks(parts: &[Matrix<'_>], rows: usize) -> impl Iterator<Item = (usize, Ran
 }
 
 impl Packed {
-    /// Copies `x` (`[rows, cols]`) into the orders in which `level` multiplies it with the `parts` of a weight.
+    /// Copies `x` (`[rows, cols]`, rounded as `rounding` says) into the orders in which `level` multiplies it with the
+    /// `parts` of a weight.
     ///
     /// # Panics
     /// If `x` has not `rows * cols` elements.
@@ -201,15 +201,29 @@ impl Packed {
         x: &[f32],
         rows: usize,
         cols: usize,
+        rounding: Rounding,
         parts: &[Matrix<'_>],
     ) {
         assert_eq!(x.len(), rows * cols, "activations of a linear");
         (self.rows, self.cols, self.level) = (rows, cols, Some(level));
         let padded = cols.next_multiple_of(2 * level.lanes());
-        for (order, interleaved) in [(&mut self.interleaved, true), (&mut self.halves, false)] {
-            order.valid = parts
-                .iter()
-                .any(|part| (part.element == Element::Bf16) == interleaved);
+        let of_bf16 = if rounding == Rounding::Bf16 && level.has_dot() {
+            Kind::Pairs
+        } else {
+            Kind::Interleaved
+        };
+        let wanted = |kind| {
+            parts.iter().any(|part| match part.element {
+                Element::Bf16 => kind == of_bf16,
+                Element::F16 | Element::F32 => kind == Kind::Halves,
+            })
+        };
+        for (order, kind) in [
+            (&mut self.pairs, Kind::Pairs),
+            (&mut self.interleaved, Kind::Interleaved),
+            (&mut self.halves, Kind::Halves),
+        ] {
+            order.valid = wanted(kind);
             if !order.valid {
                 continue;
             }
@@ -225,17 +239,51 @@ impl Packed {
                     x,
                     rows,
                     cols,
-                    interleaved,
+                    kind,
                 });
             });
         }
     }
 
-    fn order(&self, element: Element) -> &Order {
-        match element {
-            Element::Bf16 => &self.interleaved,
-            Element::F16 | Element::F32 => &self.halves,
+    fn order(&self, element: Element) -> (Kind, &Order) {
+        let (kind, order) = match element {
+            Element::Bf16 if self.pairs.valid => (Kind::Pairs, &self.pairs),
+            Element::Bf16 => (Kind::Interleaved, &self.interleaved),
+            Element::F16 | Element::F32 => (Kind::Halves, &self.halves),
+        };
+        assert!(order.valid, "activations are not packed for {element:?}");
+        (kind, order)
+    }
+}
+
+/// An order of packed activations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    /// A step is `LANES` pairs of bf16.
+    Pairs,
+    /// A step is `LANES` elements of even index and `LANES` of odd index.
+    Interleaved,
+    /// A step is `2 * LANES` elements as they come.
+    Halves,
+}
+
+impl Kind {
+    /// Vectors a step.
+    fn vectors(self) -> usize {
+        match self {
+            Kind::Pairs => 1,
+            Kind::Interleaved | Kind::Halves => 2,
         }
+    }
+
+    /// Rows of a register tile: all tiles about the same, none larger than the instruction set allows.
+    #[inline(always)]
+    fn tile_size<I: Isa>(self, rows: usize) -> usize {
+        let most = match self {
+            Kind::Pairs => I::DOT_ROWS,
+            Kind::Interleaved | Kind::Halves => I::TILE_ROWS,
+        };
+        rows.div_ceil(rows.div_ceil(most.max(1)).max(1)).max(1)
     }
 }
 
@@ -245,7 +293,7 @@ struct Pack<'a> {
     x: &'a [f32],
     rows: usize,
     cols: usize,
-    interleaved: bool,
+    kind: Kind,
 }
 
 impl Kernel for Pack<'_> {
@@ -253,14 +301,15 @@ impl Kernel for Pack<'_> {
     #[inline(always)]
     fn run<I: Isa>(self, isa: I) {
         let step = 2 * I::LANES;
+        let packed = self.kind.vectors() * I::LANES;
         let steps = self.cols.div_ceil(step);
         let mut tail = [0.0; 64];
         for row in self.range {
-            let size = tile_size::<I>(self.rows);
+            let size = self.kind.tile_size::<I>(self.rows);
             let tile = row / size * size;
             let tile_rows = size.min(self.rows - tile);
-            // Tiles of `tile_rows * steps * step` elements follow each other.
-            let tile_out = tile * steps * step;
+            // Tiles of `tile_rows * steps * packed` words follow each other.
+            let tile_out = tile * steps * packed;
             let x = &self.x[row * self.cols..(row + 1) * self.cols];
             for s in 0..steps {
                 let mut from = &x[s * step..];
@@ -274,26 +323,28 @@ impl Kernel for Pack<'_> {
                 unsafe {
                     let to = self
                         .out
-                        .range(tile_out + (s * tile_rows + row - tile) * step, step);
-                    if self.interleaved {
-                        let (even, odd) = isa.load_deinterleaved(from.as_ptr());
-                        isa.store(to.as_mut_ptr(), even);
-                        isa.store(to.as_mut_ptr().add(I::LANES), odd);
-                    } else {
-                        isa.store(to.as_mut_ptr(), isa.load(from.as_ptr()));
-                        let second = isa.load(from.as_ptr().add(I::LANES));
-                        isa.store(to.as_mut_ptr().add(I::LANES), second);
+                        .range(tile_out + (s * tile_rows + row - tile) * packed, packed)
+                        .as_mut_ptr();
+                    match self.kind {
+                        Kind::Pairs if I::DOT_ROWS > 0 => {
+                            let (even, odd) = isa.load_deinterleaved(from.as_ptr());
+                            isa.store(to, isa.pair_bf16(even, odd));
+                        }
+                        Kind::Pairs | Kind::Interleaved => {
+                            let (even, odd) = isa.load_deinterleaved(from.as_ptr());
+                            isa.store(to, even);
+                            isa.store(to.add(I::LANES), odd);
+                        }
+                        Kind::Halves => {
+                            isa.store(to, isa.load(from.as_ptr()));
+                            let second = isa.load(from.as_ptr().add(I::LANES));
+                            isa.store(to.add(I::LANES), second);
+                        }
                     }
                 }
             }
         }
     }
-}
-
-/// Rows of a register tile: all tiles about the same, none larger than the instruction set allows.
-#[inline(always)]
-fn tile_size<I: Isa>(rows: usize) -> usize {
-    rows.div_ceil(rows.div_ceil(I::TILE_ROWS).max(1)).max(1)
 }
 
 /// A run of rows of a part against all activation rows.
@@ -305,6 +356,7 @@ struct Chunk<'a> {
     /// Output column of the part's first row.
     first: usize,
     x: &'a [f32],
+    kind: Kind,
     rows: usize,
     weight: Matrix<'a>,
     /// Of the rows in `range`.
@@ -317,6 +369,11 @@ impl Kernel for Chunk<'_> {
     #[inline(always)]
     fn run<I: Isa>(self, isa: I) {
         match self.weight.element {
+            Element::Bf16 if self.kind == Kind::Pairs => {
+                if I::DOT_ROWS > 0 {
+                    self.multiply::<I, Bf16Pairs>(isa);
+                }
+            }
             Element::Bf16 => self.multiply::<I, Bf16>(isa),
             Element::F16 => self.multiply::<I, F16>(isa),
             Element::F32 => self.multiply::<I, F32>(isa),
@@ -326,10 +383,10 @@ impl Kernel for Chunk<'_> {
 
 impl Chunk<'_> {
     #[inline(always)]
-    fn multiply<I: Isa, E: Pair>(self, isa: I) {
-        let step = 2 * I::LANES;
-        let steps = self.weight.cols.div_ceil(step);
-        let size = tile_size::<I>(self.rows);
+    fn multiply<I: Isa, E: Weights>(self, isa: I) {
+        let steps = self.weight.cols.div_ceil(2 * I::LANES);
+        let packed = E::VECTORS * I::LANES;
+        let size = self.kind.tile_size::<I>(self.rows);
         // Few rows: each register tile of weights meets all of them while it is in the L1 cache. Many: each
         // tile of activations meets all weights of the chunk.
         let group = if self.rows < MANY {
@@ -348,14 +405,15 @@ impl Chunk<'_> {
             let mut first = 0;
             while first < self.rows {
                 let rows = size.min(self.rows - first);
-                let x = &self.x[first * steps * step..][..rows * steps * step];
+                let x = &self.x[first * steps * packed..][..rows * steps * packed];
                 let ahead = first == 0;
                 match rows {
                     1 => self.tile::<I, E, 1>(isa, x, first, &weights, ahead),
                     2 => self.tile::<I, E, 2>(isa, x, first, &weights, ahead),
                     3 => self.tile::<I, E, 3>(isa, x, first, &weights, ahead),
                     4 => self.tile::<I, E, 4>(isa, x, first, &weights, ahead),
-                    _ => self.tile::<I, E, 5>(isa, x, first, &weights, ahead),
+                    5 => self.tile::<I, E, 5>(isa, x, first, &weights, ahead),
+                    _ => self.tile::<I, E, 6>(isa, x, first, &weights, ahead),
                 }
                 if weights.end == self.range.end {
                     // The sums of these rows are all there, and of many rows these are still near.
@@ -386,7 +444,7 @@ impl Chunk<'_> {
     /// The raw sums of `ROWS` activation rows, from `first` on, with the weight rows `weights`; `ahead`: these
     /// come from memory, so the next ones are asked for.
     #[inline(always)]
-    fn tile<I: Isa, E: Pair, const ROWS: usize>(
+    fn tile<I: Isa, E: Weights, const ROWS: usize>(
         &self,
         isa: I,
         x: &[f32],
@@ -394,11 +452,12 @@ impl Chunk<'_> {
         weights: &Range<usize>,
         ahead: bool,
     ) {
-        if ROWS > I::TILE_ROWS {
+        if ROWS > E::most_rows::<I>() {
             return;
         }
         let cols = self.weight.cols;
         let step = 2 * I::LANES;
+        let packed = E::VECTORS * I::LANES;
         let (whole, rest) = (cols / step, cols % step);
         let row_bytes = cols * E::BYTES;
         let mut n = weights.start;
@@ -421,20 +480,24 @@ impl Chunk<'_> {
                         unsafe {
                             let p = w[i].add(s * step * E::BYTES);
                             isa.prefetch(p.wrapping_add(AHEAD));
-                            accumulate(isa, &mut sum, [E::load(isa, p)], x.add(s * step));
+                            accumulate::<I, E, _, _>(
+                                isa,
+                                &mut sum,
+                                [E::load(isa, p)],
+                                x.add(s * packed),
+                            );
                         }
                     }
                     sums[0][i] = sum[0][0];
                 }
                 done = whole;
-                x = x.wrapping_add(whole * step);
+                x = x.wrapping_add(whole * packed);
             }
             // As many bytes as this tile has are asked for while it is in use.
             let next = tile.wrapping_add(AHEAD);
             for s in done..whole {
                 let at = s * step * E::BYTES;
-                // SAFETY: step `s` lies within each weight row and within the packed tile, which holds
-                // `2 * LANES` elements per row and step.
+                // SAFETY: step `s` lies within each weight row and within the packed tile.
                 unsafe {
                     if ahead {
                         for i in 0..WEIGHT_ROWS {
@@ -443,14 +506,14 @@ impl Chunk<'_> {
                             );
                         }
                     }
-                    let pairs = [
+                    let weights = [
                         E::load(isa, w[0].add(at)),
                         E::load(isa, w[1].add(at)),
                         E::load(isa, w[2].add(at)),
                         E::load(isa, w[3].add(at)),
                     ];
-                    accumulate(isa, &mut sums, pairs, x);
-                    x = x.add(ROWS * step);
+                    accumulate::<I, E, _, _>(isa, &mut sums, weights, x);
+                    x = x.add(ROWS * packed);
                 }
             }
             if rest != 0 {
@@ -458,13 +521,13 @@ impl Chunk<'_> {
                 // SAFETY: `rest` elements are left of each weight row from `at` on; the packed tile has a
                 // whole step, filled up with zeros.
                 unsafe {
-                    let pairs = [
+                    let weights = [
                         load_partial::<I, E>(isa, w[0].add(at), rest),
                         load_partial::<I, E>(isa, w[1].add(at), rest),
                         load_partial::<I, E>(isa, w[2].add(at), rest),
                         load_partial::<I, E>(isa, w[3].add(at), rest),
                     ];
-                    accumulate(isa, &mut sums, pairs, x);
+                    accumulate::<I, E, _, _>(isa, &mut sums, weights, x);
                 }
             }
             for r in 0..ROWS {
@@ -509,78 +572,122 @@ impl Kernel for Finish<'_> {
     }
 }
 
-/// One step of K: every pair of weight vectors times every activation row.
+/// One step of K: the weights of `N` rows times every activation row.
 ///
 /// # Safety
-/// `ROWS * 2 * LANES` f32 must be readable at `x`.
+/// `ROWS * VECTORS * LANES` words must be readable at `x`.
 #[inline(always)]
-unsafe fn accumulate<I: Isa, const ROWS: usize, const N: usize>(
+unsafe fn accumulate<I: Isa, E: Weights, const ROWS: usize, const N: usize>(
     isa: I,
     sums: &mut [[I::V; N]; ROWS],
-    pairs: [(I::V, I::V); N],
+    weights: [E::Step<I>; N],
     x: *const f32,
 ) {
-    for r in 0..ROWS {
-        // SAFETY: row `r` of the step, two vectors.
-        let first = unsafe { isa.load(x.add(2 * r * I::LANES)) };
-        for i in 0..N {
-            sums[r][i] = isa.mul_add(pairs[i].0, first, sums[r][i]);
-        }
-    }
-    for r in 0..ROWS {
-        // SAFETY: as above.
-        let second = unsafe { isa.load(x.add((2 * r + 1) * I::LANES)) };
-        for i in 0..N {
-            sums[r][i] = isa.mul_add(pairs[i].1, second, sums[r][i]);
+    for vector in 0..E::VECTORS {
+        for r in 0..ROWS {
+            // SAFETY: row `r` of the step has so many vectors.
+            let x = unsafe { isa.load(x.add((E::VECTORS * r + vector) * I::LANES)) };
+            for i in 0..N {
+                sums[r][i] = E::multiply_add(isa, weights[i], vector, x, sums[r][i]);
+            }
         }
     }
 }
 
-/// How two vectors of weights are read.
-trait Pair {
+/// How the weights of a step are read and multiplied.
+trait Weights {
+    /// Of one element.
     const BYTES: usize;
+    /// Vectors of packed activations a step.
+    const VECTORS: usize;
+    /// Activation rows of the largest register tile.
+    #[inline(always)]
+    fn most_rows<I: Isa>() -> usize {
+        I::TILE_ROWS
+    }
+    /// `2 * LANES` weights.
+    type Step<I: Isa>: Copy;
     /// # Safety
     /// `2 * LANES` elements must be readable at `p`.
-    unsafe fn load<I: Isa>(isa: I, p: *const u8) -> (I::V, I::V);
+    unsafe fn load<I: Isa>(isa: I, p: *const u8) -> Self::Step<I>;
+    /// Adds the products with vector `vector` of a step's activations to `sum`.
+    fn multiply_add<I: Isa>(
+        isa: I,
+        weights: Self::Step<I>,
+        vector: usize,
+        x: I::V,
+        sum: I::V,
+    ) -> I::V;
 }
 
-struct Bf16;
-impl Pair for Bf16 {
+/// A [`Weights`] whose step is two vectors of f32.
+macro_rules! two_vectors {
+    ($name:ident, $bytes:literal, $load:expr) => {
+        struct $name;
+        impl Weights for $name {
+            const BYTES: usize = $bytes;
+            const VECTORS: usize = 2;
+            type Step<I: Isa> = (I::V, I::V);
+            #[inline(always)]
+            unsafe fn load<I: Isa>(isa: I, p: *const u8) -> (I::V, I::V) {
+                // SAFETY: the caller's promise.
+                unsafe { $load(isa, p) }
+            }
+            #[inline(always)]
+            fn multiply_add<I: Isa>(
+                isa: I,
+                weights: (I::V, I::V),
+                vector: usize,
+                x: I::V,
+                sum: I::V,
+            ) -> I::V {
+                let weights = if vector == 0 { weights.0 } else { weights.1 };
+                isa.mul_add(weights, x, sum)
+            }
+        }
+    };
+}
+
+two_vectors!(Bf16, 2, I::load_bf16_pair);
+two_vectors!(F16, 2, I::load_f16_pair);
+two_vectors!(F32, 4, load_f32_pair);
+
+/// bf16 that meet activations of bf16, two at a time.
+struct Bf16Pairs;
+impl Weights for Bf16Pairs {
     const BYTES: usize = 2;
+    const VECTORS: usize = 1;
     #[inline(always)]
-    unsafe fn load<I: Isa>(isa: I, p: *const u8) -> (I::V, I::V) {
+    fn most_rows<I: Isa>() -> usize {
+        I::DOT_ROWS
+    }
+    type Step<I: Isa> = I::V;
+    #[inline(always)]
+    unsafe fn load<I: Isa>(isa: I, p: *const u8) -> I::V {
         // SAFETY: the caller's promise.
-        unsafe { isa.load_bf16_pair(p) }
+        unsafe { isa.load_bf16_raw(p) }
     }
-}
-
-struct F16;
-impl Pair for F16 {
-    const BYTES: usize = 2;
     #[inline(always)]
-    unsafe fn load<I: Isa>(isa: I, p: *const u8) -> (I::V, I::V) {
-        // SAFETY: the caller's promise.
-        unsafe { isa.load_f16_pair(p) }
+    fn multiply_add<I: Isa>(isa: I, weights: I::V, _: usize, x: I::V, sum: I::V) -> I::V {
+        isa.dot_bf16(weights, x, sum)
     }
 }
 
-struct F32;
-impl Pair for F32 {
-    const BYTES: usize = 4;
-    #[inline(always)]
-    unsafe fn load<I: Isa>(isa: I, p: *const u8) -> (I::V, I::V) {
-        let p = p.cast::<f32>();
-        // SAFETY: the caller's promise; `Isa::load` assumes no alignment.
-        unsafe { (isa.load(p), isa.load(p.wrapping_add(I::LANES))) }
-    }
+/// # Safety
+/// `2 * LANES` f32 must be readable at `p`.
+#[inline(always)]
+unsafe fn load_f32_pair<I: Isa>(isa: I, p: *const u8) -> (I::V, I::V) {
+    let p = p.cast::<f32>();
+    // SAFETY: the caller's promise; `Isa::load` assumes no alignment.
+    unsafe { (isa.load(p), isa.load(p.wrapping_add(I::LANES))) }
 }
 
-/// [`Pair::load`] of `n < 2 * LANES` elements, zeros after them.
+/// [`Weights::load`] of `n < 2 * LANES` elements, zeros after them.
 ///
 /// # Safety
 /// `n` elements must be readable at `p`.
 #[inline(always)]
-unsafe fn load_partial<I: Isa, E: Pair>(isa: I, p: *const u8, n: usize) -> (I::V, I::V) {
+unsafe fn load_partial<I: Isa, E: Weights>(isa: I, p: *const u8, n: usize) -> E::Step<I> {
     let mut buffer = [0_u8; 128];
     // SAFETY: n elements are readable, and a whole step has at most 2 * 16 elements of 4 bytes.
     unsafe {

@@ -231,6 +231,9 @@ const MEASUREMENTS: [(&str, Measure); 14] = [
         })
     }),
     ("SmolLM2-135M, server, 8 streams", Bench::servers),
+    ("SmolLM2-135M, process start to first token", Bench::start),
+    ("SmolLM2-135M, peak memory", Bench::memory),
+    // From here on the model is another one.
     ("Qwen3-0.6B shape, decode 64 tokens", |b| {
         let arguments = [
             "--prompt-tokens",
@@ -262,8 +265,6 @@ const MEASUREMENTS: [(&str, Measure); 14] = [
                 .bench(&b.peer_random, b.threads, &["-p", "256", "-n", "0"])
         })
     }),
-    ("SmolLM2-135M, process start to first token", Bench::start),
-    ("SmolLM2-135M, peak memory", Bench::memory),
 ];
 
 struct Bench {

@@ -11,6 +11,8 @@ use crate::pool::Pool;
 use crate::simd::Level;
 
 const ELEMENTS: [Element; 3] = [Element::Bf16, Element::F16, Element::F32];
+/// Of the activations: what is multiplied in pairs on some levels, and what never is.
+const COMPUTE: [ComputeType; 2] = [ComputeType::F32, ComputeType::Bf16];
 
 /// Weights as bytes, one byte into their buffer so that nothing is aligned, and what they are worth.
 struct Weights {
@@ -68,7 +70,12 @@ fn linear(
     let n: usize = parts.iter().map(Matrix::rows).sum();
     let mut y = vec![f32::NAN; rows * n];
     let mut packed = Packed::default();
-    packed.pack(level, pool, x, rows, parts[0].cols, parts);
+    let of_x = if x.iter().all(|x| bf16::from_f32(*x).to_f32() == *x) {
+        Rounding::Bf16
+    } else {
+        Rounding::None
+    };
+    packed.pack(level, pool, x, rows, parts[0].cols, of_x, parts);
     linear_packed(level, pool, &mut y, &packed, parts, bias, rounding);
     y
 }
@@ -95,8 +102,11 @@ fn equals_the_plain_loop_on_every_level() {
     ] {
         for element in ELEMENTS {
             let weights = Weights::new(&mut numbers, element, n, k);
-            for rows in [0, 1, 2, 5, 6, 13] {
-                let x = numbers.normals(rows * k, 1.0, ComputeType::F32);
+            for (rows, compute) in [0, 1, 2, 5, 6, 13, 40]
+                .into_iter()
+                .flat_map(|rows| COMPUTE.map(|compute| (rows, compute)))
+            {
+                let x = numbers.normals(rows * k, 1.0, compute);
                 let bias = numbers.normals(n, 1.0, ComputeType::F32);
                 for level in Level::all() {
                     let y = linear(
@@ -143,9 +153,12 @@ fn equals_the_plain_loop_on_every_level() {
 fn a_row_has_the_same_bits_in_any_company() {
     let mut numbers = Numbers::new(2);
     for (n, k) in [(1, 1), (7, 40), (37, 576), (200, 129)] {
-        for element in ELEMENTS {
+        for (element, compute) in ELEMENTS
+            .into_iter()
+            .flat_map(|element| COMPUTE.map(|compute| (element, compute)))
+        {
             let weights = Weights::new(&mut numbers, element, n, k);
-            let x = numbers.normals(23 * k, 1.0, ComputeType::F32);
+            let x = numbers.normals(23 * k, 1.0, compute);
             for level in Level::all() {
                 let all = linear(
                     level,
@@ -200,8 +213,11 @@ fn threads_and_parts_change_no_bit() {
     let n: usize = parts.iter().map(|part| part.rows).sum();
     let bias = numbers.normals(n, 1.0, ComputeType::F32);
     for level in Level::all() {
-        for rows in [1, 3, 40] {
-            let x = numbers.normals(rows * k, 1.0, ComputeType::F32);
+        for (rows, compute) in [1, 3, 40]
+            .into_iter()
+            .flat_map(|rows| COMPUTE.map(|compute| (rows, compute)))
+        {
+            let x = numbers.normals(rows * k, 1.0, compute);
             let all = linear(
                 level,
                 &Pool::new(1),

@@ -1,16 +1,17 @@
-//! AVX-512 (F, BW, DQ, VL): 16 lanes, 32 registers.
+//! AVX-512 (F, BW, DQ, VL): 16 lanes, 32 registers; and the same with the dot products of bf16 pairs.
 
 use std::arch::x86_64::*;
 
 use super::{Isa, Kernel};
 
-/// Exists only on machines with AVX-512 F, BW, DQ and VL.
+/// Exists only on machines with AVX-512 F, BW, DQ and VL, and BF16 if it is `DOT`.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Avx512(());
+pub(super) struct Avx512<const DOT: bool>(());
 
-impl Avx512 {
+impl<const DOT: bool> Avx512<DOT> {
     pub(super) fn detect() -> Option<Self> {
-        (is_x86_feature_detected!("avx512f")
+        ((!DOT || is_x86_feature_detected!("avx512bf16"))
+            && is_x86_feature_detected!("avx512f")
             && is_x86_feature_detected!("avx512bw")
             && is_x86_feature_detected!("avx512dq")
             && is_x86_feature_detected!("avx512vl")
@@ -24,7 +25,14 @@ impl Avx512 {
 /// [`Avx512::detect`] must have succeeded on this machine.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
 pub(super) unsafe fn run<K: Kernel>(kernel: K) -> K::Output {
-    kernel.run(Avx512(()))
+    kernel.run(Avx512::<false>(()))
+}
+
+/// # Safety
+/// As for [`run`], with `DOT`.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma")]
+pub(super) unsafe fn run_dot<K: Kernel>(kernel: K) -> K::Output {
+    kernel.run(Avx512::<true>(()))
 }
 
 /// An expression of intrinsics of this level.
@@ -35,10 +43,11 @@ macro_rules! avx512 {
     }};
 }
 
-impl Isa for Avx512 {
+impl<const DOT: bool> Isa for Avx512<DOT> {
     type V = __m512;
     const LANES: usize = 16;
     const TILE_ROWS: usize = 5;
+    const DOT_ROWS: usize = if DOT { 6 } else { 0 };
     const TILE_QUERIES: usize = 8;
 
     #[inline(always)]
@@ -121,6 +130,24 @@ impl Isa for Avx512 {
                     _mm512_set1_epi32(0xffff_0000_u32 as i32),
                 )),
             )
+        })
+    }
+    #[inline(always)]
+    unsafe fn load_bf16_raw(self, p: *const u8) -> __m512 {
+        avx512!(_mm512_loadu_ps(p.cast()))
+    }
+    #[inline(always)]
+    fn pair_bf16(self, even: __m512, odd: __m512) -> __m512 {
+        avx512!(_mm512_castsi512_ps(_mm512_or_si512(
+            _mm512_srli_epi32::<16>(_mm512_castps_si512(even)),
+            _mm512_castps_si512(odd),
+        )))
+    }
+    #[inline(always)]
+    fn dot_bf16(self, a: __m512, b: __m512, c: __m512) -> __m512 {
+        avx512!({
+            let pairs = |v: __m512| std::mem::transmute::<__m512, __m512bh>(v);
+            _mm512_dpbf16_ps(c, pairs(a), pairs(b))
         })
     }
     #[inline(always)]

@@ -30,6 +30,8 @@ pub(crate) trait Isa: Copy + Send + Sync + 'static {
     const LANES: usize;
     /// Activation rows of the largest register tile of the linear kernel (4 weight rows times these).
     const TILE_ROWS: usize;
+    /// The same where two bf16 are multiplied with two others at a time; 0 without such an instruction.
+    const DOT_ROWS: usize = 0;
     /// Queries of the largest register tile of attention (times two vectors of keys or values).
     const TILE_QUERIES: usize;
 
@@ -68,6 +70,24 @@ pub(crate) trait Isa: Copy + Send + Sync + 'static {
     /// # Safety
     /// `2 * LANES` bf16 (any alignment) must be readable at `p`.
     unsafe fn load_bf16_pair(self, p: *const u8) -> (Self::V, Self::V);
+    /// `2 * LANES` bf16 from memory, as they are, for [`Isa::dot_bf16`].
+    ///
+    /// # Safety
+    /// `2 * LANES` bf16 (any alignment) must be readable at `p`.
+    #[inline(always)]
+    unsafe fn load_bf16_raw(self, _p: *const u8) -> Self::V {
+        unreachable!("no dot product of bf16")
+    }
+    /// Pairs of bf16 from two vectors of f32 that are such values, for [`Isa::dot_bf16`].
+    #[inline(always)]
+    fn pair_bf16(self, _even: Self::V, _odd: Self::V) -> Self::V {
+        unreachable!("no dot product of bf16")
+    }
+    /// `a.even * b.even + a.odd * b.odd + c` of pairs of bf16, as the instruction rounds it; subnormals count as zero.
+    #[inline(always)]
+    fn dot_bf16(self, _a: Self::V, _b: Self::V, _c: Self::V) -> Self::V {
+        unreachable!("no dot product of bf16")
+    }
     /// `2 * LANES` IEEE half floats from memory, widened: the first `LANES` and the others.
     ///
     /// # Safety
@@ -115,6 +135,8 @@ pub struct Level(Set);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Set {
     #[cfg(target_arch = "x86_64")]
+    Avx512Bf16,
+    #[cfg(target_arch = "x86_64")]
     Avx512,
     #[cfg(target_arch = "x86_64")]
     Avx2,
@@ -129,7 +151,10 @@ impl Level {
         let mut levels = Vec::new();
         #[cfg(target_arch = "x86_64")]
         {
-            if avx512::Avx512::detect().is_some() {
+            if avx512::Avx512::<true>::detect().is_some() {
+                levels.push(Level(Set::Avx512Bf16));
+            }
+            if avx512::Avx512::<false>::detect().is_some() {
                 levels.push(Level(Set::Avx512));
             }
             if avx2::Avx2::detect().is_some() {
@@ -149,14 +174,16 @@ impl Level {
         Level::all()[0]
     }
 
-    /// The level of that name (`avx512`, `avx2`, `neon`, `portable`), if this machine can run it.
+    /// The level of that name (see [`Level::name`]), if this machine can run it.
     pub fn named(name: &str) -> Option<Level> {
         Level::all().into_iter().find(|level| level.name() == name)
     }
 
-    /// `avx512`, `avx2`, `neon` or `portable`.
+    /// `avx512_bf16`, `avx512`, `avx2`, `neon` or `portable`.
     pub fn name(self) -> &'static str {
         match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Set::Avx512Bf16 => "avx512_bf16",
             #[cfg(target_arch = "x86_64")]
             Set::Avx512 => "avx512",
             #[cfg(target_arch = "x86_64")]
@@ -180,12 +207,28 @@ impl Level {
         self.dispatch(Lanes)
     }
 
+    /// Whether this level multiplies pairs of bf16.
+    pub(crate) fn has_dot(self) -> bool {
+        struct HasDot;
+        impl Kernel for HasDot {
+            type Output = bool;
+            #[inline(always)]
+            fn run<I: Isa>(self, _isa: I) -> bool {
+                I::DOT_ROWS > 0
+            }
+        }
+        self.dispatch(HasDot)
+    }
+
     /// Runs `kernel` compiled for this level.
     #[inline]
     pub(crate) fn dispatch<K: Kernel>(self, kernel: K) -> K::Output {
         match self.0 {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: a `Level` of this set is only built by `Level::all` after detection.
+            Set::Avx512Bf16 => unsafe { avx512::run_dot(kernel) },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: as above.
             Set::Avx512 => unsafe { avx512::run(kernel) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as above.
@@ -197,21 +240,23 @@ impl Level {
         }
     }
 
-    /// Runs `kernel` compiled for the byte products of this level: of `avx512` those of AVX-512 VNNI where there is
+    /// Runs `kernel` compiled for the byte products of this level: of AVX-512 those of AVX-512 VNNI where there is
     /// that, else those of AVX2; of `neon` the plain ones, which compilers vectorise.
     #[inline]
     pub(crate) fn dispatch_bytes<K: ByteKernel>(self, kernel: K) {
         match self.0 {
             #[cfg(target_arch = "x86_64")]
-            Set::Avx512 if bytes::x86::Vnni::detect().is_some() => {
+            Set::Avx512Bf16 | Set::Avx512 if bytes::x86::Vnni::detect().is_some() => {
                 // SAFETY: just detected.
                 unsafe { bytes::x86::run_vnni(kernel) }
             }
             #[cfg(target_arch = "x86_64")]
-            Set::Avx512 if avx2::Avx2::detect().is_none() => kernel.run(bytes::Plain),
+            Set::Avx512Bf16 | Set::Avx512 if avx2::Avx2::detect().is_none() => {
+                kernel.run(bytes::Plain)
+            }
             #[cfg(target_arch = "x86_64")]
             // SAFETY: just detected, or a `Level` of this set, which is only built after detection.
-            Set::Avx512 | Set::Avx2 => unsafe { avx2::run_bytes(kernel) },
+            Set::Avx512Bf16 | Set::Avx512 | Set::Avx2 => unsafe { avx2::run_bytes(kernel) },
             #[cfg(target_arch = "aarch64")]
             Set::Neon => kernel.run(bytes::Plain),
             Set::Portable => kernel.run(bytes::Plain),

@@ -365,7 +365,7 @@ pub trait Backend: Send + Sized + 'static {
         activation: &Activation,
     ) -> Result<()>;
 
-    /// `out[:, to .. to + n] = x[:, from .. from + n]` for every row.
+    /// `out[:, to .. to + n] = x[:, from .. from + n]` for every row, rounded to what `out` holds.
     fn copy_columns(
         &self,
         out: &mut Self::Tensor,
@@ -375,7 +375,7 @@ pub trait Backend: Send + Sized + 'static {
         columns: usize,
     ) -> Result<()>;
 
-    /// `out[i] = x[wanted[i]]`, the rows that the step's layout names.
+    /// `out[i] = x[wanted[i]]`, the rows that the step's layout names, rounded to what `out` holds.
     fn gather_wanted(
         &self,
         out: &mut Self::Tensor,

@@ -531,8 +531,12 @@ impl Backend for ReferenceBackend {
         from: usize,
         columns: usize,
     ) -> Result<()> {
+        let element = out.element;
         for row in 0..x.rows {
-            out.row_mut(row)[to..to + columns].copy_from_slice(&x.row(row)[from..from + columns]);
+            let (out, x) = (&mut out.row_mut(row)[to..], &x.row(row)[from..]);
+            for (out, x) in out.iter_mut().zip(x).take(columns) {
+                *out = self.round(element, f64::from(*x));
+            }
         }
         Ok(())
     }
@@ -544,8 +548,11 @@ impl Backend for ReferenceBackend {
         step: &ReferenceStep,
     ) -> Result<()> {
         out.like(step.layout.wanted.len(), x.width)?;
+        let element = out.element;
         for (i, &row) in step.layout.wanted.iter().enumerate() {
-            out.row_mut(i).copy_from_slice(x.row(row as usize));
+            for (out, x) in out.row_mut(i).iter_mut().zip(x.row(row as usize)) {
+                *out = self.round(element, f64::from(*x));
+            }
         }
         Ok(())
     }
