@@ -104,16 +104,16 @@ pub(super) fn within<T: Send + 'static>(
             let _ = sender.send(work());
         })
         .map_err(no_stack)?;
-    match result.recv_timeout(patience) {
-        Ok(value) => Ok(Some(value)),
-        Err(RecvTimeoutError::Timeout) => Ok(None),
-        Err(RecvTimeoutError::Disconnected) => match thread.join() {
-            Err(panic) => std::panic::resume_unwind(panic),
-            Ok(()) => Err(crate::Error::Bug(
-                "a chat template ended without a result".to_owned(),
-            )),
-        },
+    let result = result.recv_timeout(patience);
+    if let Err(RecvTimeoutError::Timeout) = result {
+        return Ok(None);
     }
+    // It has nothing left to do, and what ends here leaves no thread behind that is still ending.
+    if let Err(panic) = thread.join() {
+        std::panic::resume_unwind(panic);
+    }
+    let nothing = |_| crate::Error::Bug("a chat template ended without a result".to_owned());
+    result.map(Some).map_err(nothing)
 }
 
 fn deep_thread() -> std::thread::Builder {
