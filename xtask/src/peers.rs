@@ -80,27 +80,34 @@ pub(crate) fn run(root: &Path, arguments: &Arguments) -> Result<()> {
 
 type Measure = fn(&mut Bench) -> Result<Row>;
 
+/// Of our bench: a short prompt and 128 tokens, and a long prompt alone.
+const DECODE: [&str; 6] = [
+    "--prompt-tokens",
+    "16",
+    "--depth",
+    "16",
+    "--gen-tokens",
+    "128",
+];
+const PREFILL: [&str; 6] = [
+    "--prompt-tokens",
+    "512",
+    "--depth",
+    "16",
+    "--gen-tokens",
+    "1",
+];
+
 /// What there is to measure, in the order of the table.
 const MEASUREMENTS: [(&str, Measure); 14] = [
     ("SmolLM2-135M, decode 128 tokens", |b| {
-        b.against(
-            &[
-                "--prompt-tokens",
-                "16",
-                "--depth",
-                "16",
-                "--gen-tokens",
-                "128",
-            ],
-            "decode",
-            |b| {
-                b.peer.bench(
-                    &b.peer_model,
-                    b.threads,
-                    &["-p", "0", "-n", "128", "-d", "16"],
-                )
-            },
-        )
+        b.against(&DECODE, "decode", |b| {
+            b.peer.bench(
+                &b.peer_model,
+                b.threads,
+                &["-p", "0", "-n", "128", "-d", "16"],
+            )
+        })
     }),
     ("SmolLM2-135M, decode at 8192 tokens", |b| {
         let arguments = [
@@ -126,21 +133,10 @@ const MEASUREMENTS: [(&str, Measure); 14] = [
         row
     }),
     ("SmolLM2-135M, prefill 512", |b| {
-        b.against(
-            &[
-                "--prompt-tokens",
-                "512",
-                "--depth",
-                "16",
-                "--gen-tokens",
-                "1",
-            ],
-            "prefill",
-            |b| {
-                b.peer
-                    .bench(&b.peer_model, b.threads, &["-p", "512", "-n", "0"])
-            },
-        )
+        b.against(&PREFILL, "prefill", |b| {
+            b.peer
+                .bench(&b.peer_model, b.threads, &["-p", "512", "-n", "0"])
+        })
     }),
     ("SmolLM2-135M, 8 sequences", |b| {
         let arguments = [
@@ -172,59 +168,21 @@ const MEASUREMENTS: [(&str, Measure); 14] = [
     }),
     (
         "SmolLM2-135M, decode, all threads against one of ours",
-        |b| {
-            let arguments = [
-                "--prompt-tokens",
-                "16",
-                "--depth",
-                "16",
-                "--gen-tokens",
-                "128",
-            ];
-            b.against_ourselves(&arguments, &arguments, &["--threads", "1"])
-        },
+        |b| b.against_ourselves(&DECODE, &DECODE, &["--threads", "1"]),
     ),
     (
         "SmolLM2-135M, prefill 512, all threads against one of ours",
-        |b| {
-            let arguments = [
-                "--prompt-tokens",
-                "512",
-                "--depth",
-                "16",
-                "--gen-tokens",
-                "1",
-            ];
-            b.against_ourselves(&arguments, &arguments, &["--threads", "1"])
-        },
+        |b| b.against_ourselves(&PREFILL, &PREFILL, &["--threads", "1"]),
     ),
     ("SmolLM2-135M, int8, decode 128 tokens", |b| {
-        let arguments = [
-            "--prompt-tokens",
-            "16",
-            "--depth",
-            "16",
-            "--gen-tokens",
-            "128",
-            "--quant",
-            "int8",
-        ];
+        let arguments = [&DECODE[..], &["--quant", "int8"]].concat();
         b.against(&arguments, "decode", |b| {
             b.peer
                 .bench(&b.peer_q8, b.threads, &["-p", "0", "-n", "128", "-d", "16"])
         })
     }),
     ("SmolLM2-135M, int8, prefill 512", |b| {
-        let arguments = [
-            "--prompt-tokens",
-            "512",
-            "--depth",
-            "16",
-            "--gen-tokens",
-            "1",
-            "--quant",
-            "int8",
-        ];
+        let arguments = [&PREFILL[..], &["--quant", "int8"]].concat();
         b.against(&arguments, "prefill", |b| {
             b.peer
                 .bench(&b.peer_q8, b.threads, &["-p", "512", "-n", "0"])
