@@ -1,9 +1,10 @@
 //! Times each operation on the shapes of small models: `cargo run --release -p tileinfer-cpu --example ops`.
 //!
-//! Options: `--threads N`, `--level avx512|avx2|neon|portable`, `--only PART` (operations whose name contains it).
-//! A mapped file's pages lie in runs, those of an allocation do not: on Linux, with
-//! `GLIBC_TUNABLES=glibc.malloc.hugetlb=1`, weights are as fast to read as those of a file. With one thread the time is that of the thread's own work, so a busy machine can be measured too; with more it is
-//! the wall clock's. Weights and caches are larger than the caches of the processor, as they are in a model.
+//! Options: `--threads N`, `--level avx512_bf16|avx512|avx2|neon|portable`, `--only PART` (operations whose name
+//! contains it). A mapped file's pages lie in runs, those of an allocation do not: on Linux, with
+//! `GLIBC_TUNABLES=glibc.malloc.hugetlb=1`, weights are as fast to read as those of a file. With one thread the
+//! time is that of the thread's own work, so a busy machine can be measured too; with more it is the wall clock's.
+//! Weights and caches are larger than the caches of the processor, as they are in a model.
 
 use std::hint::black_box;
 use std::sync::Arc;

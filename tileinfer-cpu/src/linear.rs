@@ -396,6 +396,7 @@ impl Chunk<'_> {
         };
         let mut n = self.range.start;
         let row_bytes = self.weight.cols * E::BYTES;
+        // What comes before anything asks ahead: else a chunk begins with waiting.
         let first = &self.weight.bytes[n * row_bytes..self.range.end * row_bytes];
         for line in first[..AHEAD.min(first.len())].chunks(LINE) {
             isa.prefetch(line.as_ptr());

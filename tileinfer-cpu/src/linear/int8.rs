@@ -6,6 +6,8 @@
 
 use std::ops::Range;
 
+use tileinfer::weights::int8::nearest;
+
 use super::{AHEAD, Finish, MANY, REUSE_BYTES, STREAM_BYTES, WEIGHT_ROWS};
 use crate::memory::{Aligned, LINE};
 use crate::pool::Pool;
@@ -226,10 +228,8 @@ fn round(x: &[f32], levels: f32, v: &mut [i32; 64]) {
     if levels == 0.0 {
         return;
     }
-    // Adding 1.5 * 2^23 leaves the integer in the low bits, rounded as wanted: products are within 32259.
-    const MAGIC: f32 = 12_582_912.0;
     for (v, &x) in v.iter_mut().zip(x) {
-        *v = (x * levels + MAGIC).to_bits().wrapping_sub(MAGIC.to_bits()) as i32;
+        *v = nearest(x * levels);
     }
 }
 

@@ -3,6 +3,9 @@
 //!
 //! A [`ByteKernel`] is to [`ByteDot`] what a [`Kernel`](super::Kernel) is to an [`Isa`](super::Isa).
 
+#[cfg(target_arch = "x86_64")]
+use tileinfer::weights::int8::nearest;
+
 /// The dot products of one instruction set.
 pub(crate) trait ByteDot: Copy + Send + Sync + 'static {
     /// Weights of one step, prepared.
@@ -45,10 +48,7 @@ pub(crate) trait ByteKernel {
 #[inline(always)]
 fn split(v: &[i32], hi: &mut [u8], lo: &mut [u8]) {
     for ((&v, hi), lo) in v.iter().zip(hi).zip(lo) {
-        // The nearest integer to v / 254, within 127, by adding 1.5 * 2^23: then it is in the low bits.
-        const MAGIC: f32 = 12_582_912.0;
-        let near = v as f32 * (1.0 / 254.0) + MAGIC;
-        let high = near.to_bits().wrapping_sub(MAGIC.to_bits()) as i32;
+        let high = nearest(v as f32 * (1.0 / 254.0));
         *hi = high as u8;
         *lo = (v - 254 * high) as u8;
     }

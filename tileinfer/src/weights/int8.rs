@@ -107,7 +107,7 @@ pub fn round_activations(x: &[f32], v: &mut [i16]) -> f32 {
 /// The nearest integer, ties to even, of a number within 2^22: adding 1.5 * 2^23 rounds it into the low bits, in two
 /// instructions that compilers vectorise, where the function of the library is called for each number.
 #[inline(always)]
-fn nearest(x: f32) -> i32 {
+pub fn nearest(x: f32) -> i32 {
     const MAGIC: f32 = 12_582_912.0;
     (x + MAGIC).to_bits().wrapping_sub(MAGIC.to_bits()) as i32
 }
