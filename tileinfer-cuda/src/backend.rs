@@ -31,9 +31,6 @@ const SPLIT_SCRATCH: usize = 256 << 20;
 /// Bytes of each of the two buffers that weights pass through.
 const LOAD_BUFFER: usize = 16 << 20;
 
-/// Steps whose arrays are no larger than this go to the device in one copy.
-const ONE_COPY: usize = 128 << 10;
-
 /// What a backend is opened with.
 #[derive(Debug, Clone, Default)]
 pub struct CudaOptions {
@@ -138,6 +135,10 @@ pub struct CudaRope {
 #[derive(Debug)]
 pub struct CudaStep {
     arrays: Memory,
+    /// What the arrays have room for.
+    most: Offsets,
+    /// How they lie for the step at hand: packed, so that one copy takes them all to the device, and the same for
+    /// all steps of as many rows, as a recording holds their addresses.
     offsets: Offsets,
     rows: usize,
     /// First row of each span and the number of rows.
@@ -204,15 +205,8 @@ struct Loader {
 }
 
 impl Offsets {
-    /// Numbers a row over all arrays: ids, positions, slots, wanted, two of tokens to take, four of
-    /// [`StepArrays::row_meta`], eight of each of three [`Groups`].
-    const ROW: usize = 34;
-
-    fn words(self) -> usize {
-        self.rows * Self::ROW + self.spans * self.table_width
-    }
-
-    /// The arrays as (offset, words a row).
+    /// The arrays as (offset, words a row); rows and words of tokens to take, [`StepArrays::row_meta`], and
+    /// [`Groups`] among them.
     const IDS: (usize, usize) = (0, 1);
     const POSITIONS: (usize, usize) = (1, 1);
     const SLOTS: (usize, usize) = (2, 1);
@@ -220,7 +214,15 @@ impl Offsets {
     const TAKE_ROWS: (usize, usize) = (4, 1);
     const TAKE_INDICES: (usize, usize) = (5, 1);
     const ROW_META: (usize, usize) = (6, 4);
+    /// The last of the arrays.
     const GROUPS: [(usize, usize); 3] = [(10, 8), (18, 8), (26, 8)];
+
+    /// Words a row over all arrays.
+    const ROW: usize = 34;
+
+    fn words(self) -> usize {
+        self.rows * Self::ROW + self.spans * self.table_width
+    }
 
     fn at(self, (offset, _): (usize, usize)) -> usize {
         offset * self.rows
@@ -364,11 +366,11 @@ impl CudaBackend {
     /// Makes the groups of a step for `group` query heads a kv head and queues them to the device.
     fn regroup(&self, step: &CudaStep, staged: &mut Staged, group: usize) -> Result<()> {
         step.fill_groups(self.kind, staged, group);
-        for groups in Offsets::GROUPS {
-            let (at, words) = (step.offsets.at(groups), step.rows * groups.1);
-            self.device()
-                .queue_upload(step.address(groups), &staged.words, at * 4, words * 4)?;
-        }
+        let [first, ..] = Offsets::GROUPS;
+        let (at, end) = (step.offsets.at(first) * 4, step.offsets.tables() * 4);
+        let to = step.arrays.address() + at as Address;
+        self.device()
+            .queue_upload(to, &staged.words, at, end - at)?;
         staged.copied.record()
     }
 
@@ -864,21 +866,22 @@ impl Backend for CudaBackend {
     }
 
     fn alloc_step(&self, rows: usize, spans: usize, table_width: usize) -> Result<CudaStep> {
-        let offsets = Offsets {
+        let most = Offsets {
             rows,
             spans,
             table_width,
         };
         let device = self.device();
         Ok(CudaStep {
-            arrays: device.alloc("a step's layout", offsets.words() * 4)?,
-            offsets,
+            arrays: device.alloc("a step's layout", most.words() * 4)?,
+            most,
+            offsets: most,
             rows: 0,
             span_rows: vec![0],
             spans: Vec::new(),
             wanted: 0,
             staged: Mutex::new(Staged {
-                words: device.alloc_pinned(offsets.words() * 4)?,
+                words: device.alloc_pinned(most.words() * 4)?,
                 copied: device.event()?,
                 group: 0,
                 counts: [0; 3],
@@ -896,15 +899,20 @@ impl Backend for CudaBackend {
         layout: &StepLayout,
         previous: Option<&CudaStep>,
     ) -> Result<()> {
-        let offsets = step.offsets;
+        let most = step.most;
         let (rows, spans) = (layout.rows(), layout.spans());
-        if rows > offsets.rows || spans > offsets.spans || layout.table_width > offsets.table_width
-        {
+        if rows > most.rows || spans > most.spans || layout.table_width > most.table_width {
             return Err(Error::Bug(format!(
                 "a step of {rows} rows, {spans} spans and tables of {} in one for {}, {} and {}",
-                layout.table_width, offsets.rows, offsets.spans, offsets.table_width
+                layout.table_width, most.rows, most.spans, most.table_width
             )));
         }
+        let offsets = Offsets {
+            rows,
+            spans,
+            ..most
+        };
+        step.offsets = offsets;
         step.rows = rows;
         step.span_rows = layout.span_rows.iter().map(|&row| row as usize).collect();
         step.spans = (0..spans)
@@ -971,28 +979,8 @@ impl Backend for CudaBackend {
         }
 
         let device = self.device();
-        let base = step.arrays.address();
-        if offsets.words() * 4 <= ONE_COPY {
-            device.queue_upload(base, &staged.words, 0, offsets.words() * 4)?;
-        } else {
-            let arrays = [
-                Offsets::IDS,
-                Offsets::POSITIONS,
-                Offsets::SLOTS,
-                Offsets::WANTED,
-                Offsets::TAKE_ROWS,
-                Offsets::TAKE_INDICES,
-                Offsets::ROW_META,
-                Offsets::GROUPS[0],
-                Offsets::GROUPS[1],
-            ];
-            for array in arrays {
-                let at = offsets.at(array) * 4;
-                device.queue_upload(base + at as Address, &staged.words, at, rows * array.1 * 4)?;
-            }
-            let (at, bytes) = (offsets.tables() * 4, spans * offsets.table_width * 4);
-            device.queue_upload(base + at as Address, &staged.words, at, bytes)?;
-        }
+        let bytes = offsets.words() * 4;
+        device.queue_upload(step.arrays.address(), &staged.words, 0, bytes)?;
         staged.copied.record()?;
         if !layout.previous.is_empty() {
             let Some(previous) = previous else {
