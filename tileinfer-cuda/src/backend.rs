@@ -387,14 +387,15 @@ impl CudaBackend {
             });
         }
         let Some(sampling) = sampling else {
-            return Err(Error::Bug("no room for what a step samples with".to_owned()));
+            return Err(Error::Bug(
+                "no room for what a step samples with".to_owned(),
+            ));
         };
         // The copy of what was staged before may still be on its way.
         sampling.copied.wait()?;
         plan.write(sampling.staged.words());
         let to = sampling.words.address();
-        self.device()
-            .queue_upload(to, &sampling.staged, 0, bytes)?;
+        self.device().queue_upload(to, &sampling.staged, 0, bytes)?;
         sampling.copied.record()?;
         Ok(to)
     }
@@ -1354,8 +1355,7 @@ impl Backend for CudaBackend {
             if plan.rows() > 0 {
                 let words = self.stage(&mut step.sampling, &plan)?;
                 let shape = [logits.rows, logits.width];
-                self.ops
-                    .sample(tokens, logits.at(), shape, &plan, words)?;
+                self.ops.sample(tokens, logits.at(), shape, &plan, words)?;
             }
             for &(row, place) in plan.host() {
                 let mut bytes = vec![0; logits.width * logits.kind.bytes()];

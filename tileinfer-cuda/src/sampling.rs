@@ -98,9 +98,7 @@ impl SamplePlan {
     }
 
     fn asks(&self, word: Word) -> bool {
-        self.table
-            .chunks(WORDS)
-            .any(|row| row[word as usize] != 0)
+        self.table.chunks(WORDS).any(|row| row[word as usize] != 0)
     }
 
     fn push(&mut self, sampler: &RowSampler, [source, place]: [usize; 2], width: usize) {
@@ -346,5 +344,350 @@ impl Ops {
             self.launch(&choose_variant(vocab), [grid[1], 1, 1], &arguments)?;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use tileinfer::sampling::math::{EXP_CUTOFF, SUM_LANES, exp};
+    use tileinfer::sampling::{Distribution, SamplingParams, TokenCounts, TokenMask};
+
+    use super::*;
+
+    /// `exact::rank`.
+    fn rank(x: f32) -> i32 {
+        let bits = x.to_bits().cast_signed();
+        if x == 0.0 {
+            0
+        } else {
+            bits ^ ((bits >> 31) & i32::MAX)
+        }
+    }
+
+    /// What `draw::search` leaves in the state of a row.
+    #[derive(Clone, Copy)]
+    struct Found {
+        rank: i32,
+        budget: f32,
+        above: f32,
+    }
+
+    /// The launches of `draw::search`: `terms` are rank and weight of each logit, 0 for those that are out.
+    fn search(terms: &[(i32, f32)], factor: f32, weighted: bool) -> Found {
+        let mut low = i32::MIN;
+        let mut found = Found {
+            rank: low,
+            budget: factor,
+            above: 0.0,
+        };
+        for shift in (0..32).step_by(4).rev() {
+            let mut threshold: [i32; 16] = std::array::from_fn(|j| {
+                let end = (j as i32 + 1).wrapping_shl(shift);
+                low.wrapping_add(end).wrapping_sub(1)
+            });
+            if shift == 28 {
+                threshold[15] = i32::MIN;
+            }
+            let mut total = [0.0_f32; 16];
+            for part in terms.chunks(PART) {
+                for (total, threshold) in total.iter_mut().zip(threshold) {
+                    let mut lanes = [0.0_f32; SUM_LANES];
+                    for terms in part.chunks(SUM_LANES) {
+                        for (lane, &(rank, weight)) in lanes.iter_mut().zip(terms) {
+                            *lane += if rank > threshold { weight } else { 0.0 };
+                        }
+                    }
+                    let mut lanes = lanes.to_vec();
+                    while lanes.len() > 1 {
+                        let upper = lanes.split_off(lanes.len() / 2);
+                        lanes.iter_mut().zip(upper).for_each(|(a, b)| *a += b);
+                    }
+                    *total += lanes[0];
+                }
+            }
+            if shift == 28 && weighted {
+                found.budget = factor * total[15];
+            }
+            let first = (0..15)
+                .find(|&j| total[j] < found.budget)
+                .unwrap_or(15_usize);
+            found.above = total[first];
+            low = low.wrapping_add((first as i32).wrapping_shl(shift));
+        }
+        found.rank = low;
+        found
+    }
+
+    /// All the kernels, step by step: what they leave for the rows of a plan.
+    fn emulate(
+        plan: &SamplePlan,
+        rows: &[Option<RowSampler>],
+        logits: &[f32],
+    ) -> Vec<(usize, i32)> {
+        let width = logits.len() / rows.len();
+        let mut logits = logits.to_vec();
+        for list in [&plan.biases, &plan.penalties] {
+            for &[row, id, bias, seen] in list.as_chunks::<4>().0 {
+                let words = &plan.table[row as usize * WORDS..][..WORDS];
+                let float = |word: Word| f32::from_bits(words[word as usize].cast_unsigned());
+                let place = words[Word::Source as usize] as usize * width + id as usize;
+                let logit = &mut logits[place];
+                *logit += f32::from_bits(bias.cast_unsigned());
+                if seen >= 0 {
+                    *logit *= match *logit > 0.0 {
+                        true => float(Word::Reciprocal),
+                        false => float(Word::Repetition),
+                    };
+                }
+                if seen > 0 {
+                    *logit -= float(Word::Frequency) * seen as f32 + float(Word::Presence);
+                }
+            }
+        }
+        let rows = plan.table.chunks(WORDS).map(|words| {
+            let word = |word: Word| words[word as usize];
+            let float = |word: Word| f32::from_bits(words[word as usize].cast_unsigned());
+            let source = word(Word::Source) as usize;
+            let logits = &mut logits[source * width..][..word(Word::Limit) as usize];
+            let sampler = rows[source].as_ref().expect("rows of a plan have one");
+            let mut broken = i32::MAX;
+            let mut top = f32::NEG_INFINITY;
+            for (id, logit) in logits.iter_mut().enumerate() {
+                if logit.is_nan() || *logit == f32::INFINITY {
+                    let infinite = i32::from(*logit == f32::INFINITY);
+                    broken = broken.min(2 * id as i32 + infinite);
+                    continue;
+                }
+                if word(Word::Mask) >= 0 {
+                    let there = (id as i32) / 32 < word(Word::MaskWords);
+                    let at = word(Word::Mask) as usize + id / 32;
+                    if !(there && plan.masks[at] >> (id % 32) & 1 == 1) {
+                        *logit = f32::NEG_INFINITY;
+                    }
+                }
+                top = top.max(*logit);
+            }
+            let code = if broken != i32::MAX {
+                -2 - broken
+            } else if top == f32::NEG_INFINITY {
+                -1
+            } else {
+                draw(&word, &float, sampler, logits, top)
+            };
+            (word(Word::Token) as usize, code)
+        });
+        rows.collect()
+    }
+
+    /// `search`, `ties`, `score` and `choose` for a row that is not broken.
+    fn draw(
+        word: &dyn Fn(Word) -> i32,
+        float: &dyn Fn(Word) -> f32,
+        sampler: &RowSampler,
+        logits: &[f32],
+        top: f32,
+    ) -> i32 {
+        let noise = Row::new(sampler.seed, sampler.position, Stream::Target);
+        let scaled = |logit: f32| (logit - top) * float(Word::InverseTemperature);
+        let mut floor = i32::MIN;
+        if word(Word::TopK) != 0 {
+            let ones: Vec<_> = logits.iter().map(|&logit| (rank(logit), 1.0)).collect();
+            floor = search(&ones, float(Word::TopK), false).rank;
+        }
+        let mut cut = None;
+        if word(Word::TopP) != 0 {
+            let weight = |&logit: &f32| match rank(logit) >= floor {
+                true => (rank(logit), exp(scaled(logit))),
+                false => (rank(logit), 0.0),
+            };
+            let weights: Vec<_> = logits.iter().map(weight).collect();
+            cut = Some(search(&weights, float(Word::TopP), true));
+        }
+        let (mut best, mut token, mut ties) = (f32::NEG_INFINITY, i32::MAX, 0_i32);
+        for (id, &logit) in logits.iter().enumerate() {
+            let weight = exp(scaled(logit));
+            let mut stays =
+                rank(logit) >= floor && scaled(logit) >= EXP_CUTOFF && weight >= float(Word::MinP);
+            if let Some(cut) = cut {
+                let equal = rank(logit) == cut.rank;
+                let fits = ties == 0 || cut.above + ties as f32 * weight < cut.budget;
+                stays &= rank(logit) > cut.rank || (equal && fits);
+                ties += i32::from(equal);
+            }
+            let score = match (word(Word::Greedy) != 0, stays) {
+                (true, _) => logit,
+                (_, true) => scaled(logit) + noise.gumbel(id as u32),
+                _ => f32::NEG_INFINITY,
+            };
+            if score > best {
+                (best, token) = (score, id as i32);
+            }
+        }
+        token
+    }
+
+    /// A generator for the tests.
+    struct Random(u64);
+
+    impl Random {
+        fn below(&mut self, n: u64) -> u64 {
+            self.0 = self.0.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
+            (self.0 >> 33) % n
+        }
+
+        fn of<T: Copy>(&mut self, values: &[T]) -> T {
+            values[self.below(values.len() as u64) as usize]
+        }
+
+        fn logits(&mut self, width: usize) -> Vec<f32> {
+            // Few values give ties, many give none.
+            let steps = self.of(&[2, 7, 300, 1 << 24]);
+            let scale = self.of(&[0.0, 1.0, 12.0, 400.0]);
+            let hole = self.of(&[0, 0, 3, 90]);
+            let logit = |random: &mut Random| {
+                if random.below(100) < hole {
+                    return f32::NEG_INFINITY;
+                }
+                (random.below(steps) as f32 / steps as f32 - 0.7) * scale
+            };
+            (0..width).map(|_| logit(self)).collect()
+        }
+
+        fn sampler(&mut self, width: usize) -> RowSampler {
+            let width = width as u64;
+            let mut params = SamplingParams {
+                temperature: self.of(&[0.0, 1e-6, 0.1, 0.7, 1.0, 1.0, 3.0, 1e30, f32::MAX]),
+                top_k: self.of(&[0, 0, 1, 2, 20, 1000, u32::MAX]),
+                top_p: self.of(&[1.0, 1e-40, 0.1, 0.8, 0.95, 0.999, 0.999_999_94]),
+                min_p: self.of(&[0.0, 0.0, 0.0, 0.05, 1.0]),
+                ..SamplingParams::default()
+            };
+            let mut counts = None;
+            if self.below(4) == 0 {
+                params.repetition_penalty = self.of(&[1.0, 1.3, 0.5]);
+                params.presence_penalty = self.of(&[0.0, 1.5]);
+                params.frequency_penalty = self.of(&[0.0, -0.3]);
+                let prompt: Vec<u32> = (0..9).map(|_| self.below(width + 2) as u32).collect();
+                let mut seen = TokenCounts::new(&prompt);
+                (0..9).for_each(|_| seen.push_output(self.below(width) as u32));
+                counts = Some(Arc::new(seen));
+            }
+            let vocabulary = self.of(&[usize::MAX, width as usize, width as usize - 1]);
+            if self.below(4) == 0 {
+                let id = self.below(vocabulary.min(width as usize) as u64) as u32;
+                params.logit_bias = vec![(id, self.of(&[-100.0, 3.5]))];
+            }
+            let mask = (self.below(4) == 0).then(|| {
+                let len = self.of(&[0, 1, width.div_ceil(32) as usize]);
+                let word = |_| (self.below(1 << 31) << 1) as u32;
+                Arc::new(TokenMask::from_words((0..len).map(word).collect()))
+            });
+            RowSampler {
+                params: Arc::new(params),
+                counts,
+                drafts: vec![0, 0],
+                mask,
+                seed: self.below(1 << 31) << 20,
+                position: self.below(1 << 20),
+                vocabulary,
+                top_logprobs: None,
+                draw: Draw::Token,
+            }
+        }
+    }
+
+    #[test]
+    fn the_kernels_steps_give_the_tokens_of_the_host() {
+        let mut random = Random(5);
+        let mut drawn = [0; 2];
+        for (width, times) in [(2, 300), (7, 2000), (300, 600), (4097, 60), (9000, 30)] {
+            for _ in 0..times {
+                let samplers = [
+                    Some(random.sampler(width)),
+                    None,
+                    Some(random.sampler(width)),
+                ];
+                let mut logits = random.logits(3 * width);
+                if random.below(20) == 0 {
+                    let at = random.below(3 * width as u64) as usize;
+                    logits[at] = random.of(&[f32::NAN, f32::INFINITY]);
+                }
+                let plan = SamplePlan::new(&samplers, width);
+                assert_eq!(plan.rows(), 2, "{samplers:?}");
+                let codes = emulate(&plan, &samplers, &logits);
+                let rows = samplers.iter().zip(logits.chunks(width));
+                let rows = rows.filter_map(|(sampler, row)| Some((sampler.as_ref()?, row)));
+                for ((place, (sampler, row)), code) in rows.enumerate().zip(codes) {
+                    assert_eq!(place, code.0);
+                    let limit = sampler.vocabulary.min(width);
+                    match (sampler.sample(row), token(code.1, limit)) {
+                        (Ok(host), Ok(token)) => {
+                            assert_eq!(host.token, token, "{width} logits, {sampler:?}");
+                            drawn[0] += 1;
+                        }
+                        (Err(host), Err(error)) => {
+                            assert_eq!(host.to_string(), error.to_string());
+                            drawn[1] += 1;
+                        }
+                        (host, token) => panic!("{host:?} on the host, {token:?}: {sampler:?}"),
+                    }
+                }
+            }
+        }
+        assert!(drawn[0] > 3000 && drawn[1] > 100, "{drawn:?}");
+    }
+
+    #[test]
+    fn what_the_kernels_do_not_do_is_the_hosts() {
+        let mut random = Random(1);
+        let plain = RowSampler {
+            params: Arc::default(),
+            counts: None,
+            mask: None,
+            vocabulary: 50,
+            ..random.sampler(50)
+        };
+        let with = |change: &dyn Fn(&mut SamplingParams)| {
+            let mut params = SamplingParams::default();
+            change(&mut params);
+            RowSampler {
+                params: Arc::new(params),
+                ..plain.clone()
+            }
+        };
+        let from = Arc::new(Distribution::one_hot(3));
+        let host = [
+            RowSampler {
+                draw: Draw::Draft,
+                ..plain.clone()
+            },
+            RowSampler {
+                draw: Draw::Verify { draft: 3, from },
+                ..plain.clone()
+            },
+            RowSampler {
+                top_logprobs: Some(0),
+                ..plain.clone()
+            },
+            // These end in an error, which the host words.
+            with(&|params| params.presence_penalty = 1.0),
+            with(&|params| params.logit_bias = vec![(50, 1.0)]),
+            with(&|params| params.temperature = f32::NAN),
+        ];
+        let count = host.len();
+        let mut rows: Vec<_> = host.into_iter().map(Some).collect();
+        rows.insert(0, None);
+        rows.push(Some(plain));
+        let plan = SamplePlan::new(&rows, 64);
+        let expected: Vec<_> = (0..count).map(|i| (i + 1, i)).collect();
+        assert_eq!(plan.host(), expected);
+        assert_eq!(plan.rows(), 1);
+        assert_eq!(plan.table[Word::Token as usize], count as i32);
+        assert_eq!(plan.table[Word::Source as usize], count as i32 + 1);
+        let mut words = vec![0; plan.words()];
+        plan.write(&mut words);
+        assert_eq!(words, plan.table);
     }
 }

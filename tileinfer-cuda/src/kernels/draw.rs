@@ -87,13 +87,7 @@ pub mod draw {
     /// and how often the token stands in the output, -1 for tokens without penalties. No two entries of a
     /// launch name the same logit. Grid: (count / 128).
     #[cutile::entry(unchecked_accesses = true)]
-    unsafe fn adjust(
-        logits: *mut f32,
-        entries: *mut i32,
-        table: *mut i32,
-        vocab: i32,
-        count: i32,
-    ) {
+    unsafe fn adjust(logits: *mut f32, entries: *mut i32, table: *mut i32, vocab: i32, count: i32) {
         let pid: (i32, i32, i32) = get_tile_block_id();
         let free: Token = start();
         let i: Tile<i32, { [1, 128] }> =
@@ -119,8 +113,7 @@ pub mod draw {
         let presence: Tile<f32, { [1, 128] }> = bitcast(presence);
         let frequency: Tile<f32, { [1, 128] }> = bitcast(frequency);
 
-        let place: Tile<i32, { [1, 128] }> =
-            source * broadcast_scalar(vocab, shape![1, 128]) + id;
+        let place: Tile<i32, { [1, 128] }> = source * broadcast_scalar(vocab, shape![1, 128]) + id;
         let (logit, _t): (Tile<f32, { [1, 128] }>, Token) = load_ptr_tko(
             addresses(logits, place),
             ordering::Weak,
@@ -415,7 +408,10 @@ pub mod draw {
     }
 
     /// The one value that is chosen; values are not negative.
-    fn only(chosen: Tile<bool, { [16, 1] }>, value: Tile<f32, { [16, 1] }>) -> Tile<f32, { [1, 1] }> {
+    fn only(
+        chosen: Tile<bool, { [16, 1] }>,
+        value: Tile<f32, { [16, 1] }>,
+    ) -> Tile<f32, { [1, 1] }> {
         let nothing: Tile<f32, { [16, 1] }> = number::<16, 1>(0i32);
         let value: Tile<f32, { [1] }> = reduce_max(select(chosen, value, nothing), 0);
         value.reshape(shape![1, 1])

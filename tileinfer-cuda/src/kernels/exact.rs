@@ -77,9 +77,7 @@ pub mod exact {
     }
 
     /// The power of `math::ln_split`.
-    pub fn ln_power<const R: i32, const C: i32>(
-        x: Tile<f32, { [R, C] }>,
-    ) -> Tile<f32, { [R, C] }> {
+    pub fn ln_power<const R: i32, const C: i32>(x: Tile<f32, { [R, C] }>) -> Tile<f32, { [R, C] }> {
         let bits: Tile<i32, { [R, C] }> = bitcast(x);
         let half: Tile<i32, { [R, C] }> = constant(0x3f35_04f3i32, shape![R, C]);
         let places: Tile<i32, { [R, C] }> = constant(23i32, shape![R, C]);
