@@ -278,7 +278,6 @@ pub mod draw {
             let top: Tile<f32, { [1, 256] }> = top.broadcast(shape![1, 256]);
             let inverse: Tile<f32, { [1, 256] }> = number::<1, 256>(inverse);
             let floor: Tile<i32, { [1, 256] }> = broadcast_scalar(floor, shape![1, 256]);
-            let nothing: Tile<f32, { [1, 256] }> = number::<1, 256>(0i32);
 
             // Threshold j is the last rank of the j-th sixteenth. That of the last one is not asked for in the
             // first launch, where nothing lies above it: it stands for the sum of all.
@@ -293,31 +292,28 @@ pub mod draw {
                 threshold = select(eq_tile(turn, last), least, threshold);
             }
             let threshold: Tile<i32, { [16, 256] }> = threshold.broadcast(shape![16, 256]);
-            let none: Tile<f32, { [16, 256] }> = number::<16, 256>(0i32);
 
-            // Lanes of `math::sum`.
-            let mut lanes: Tile<f32, { [16, 256] }> = none;
-            for i in 0i32..16i32 {
-                let first: i32 = pid.0 * 4096 + i * 256;
-                let logit: Tile<f32, { [1, 256] }> =
-                    part_of::<256>(logits, source * vocab, first, limit, free);
-                let place: Tile<i32, { [1, 256] }> = rank::<1, 256>(logit);
-                let mut weight: Tile<f32, { [1, 256] }> = number::<1, 256>(0x3f80_0000i32);
-                if WEIGHTED == 1 {
-                    let scaled: Tile<f32, { [1, 256] }> =
-                        times::<1, 256>(minus::<1, 256>(logit, top), inverse);
-                    weight = exponential::<1, 256>(scaled);
-                }
-                let id: Tile<i32, { [1, 256] }> =
-                    column_numbers::<1, 256>() + broadcast_scalar(first, shape![1, 256]);
-                let inside: Tile<bool, { [1, 256] }> =
-                    lt_tile(id, broadcast_scalar(limit, shape![1, 256])) & ge_tile(place, floor);
-                let weight: Tile<f32, { [1, 256] }> = select(inside, weight, nothing);
-                let above: Tile<bool, { [16, 256] }> =
-                    gt_tile(place.broadcast(shape![16, 256]), threshold);
-                let term: Tile<f32, { [16, 256] }> =
-                    select(above, weight.broadcast(shape![16, 256]), none);
-                lanes = plus::<16, 256>(lanes, term);
+            // Lanes of `math::sum`, for each threshold.
+            let mut lanes: Tile<f32, { [16, 256] }> = number::<16, 256>(0i32);
+            for i in 0i32..4i32 {
+                // Four at a time, so that their loads wait together.
+                let first: i32 = pid.0 * 4096 + i * 1024;
+                let row: i32 = source * vocab;
+                let a: Tile<f32, { [1, 256] }> = part_of::<256>(logits, row, first, limit, free);
+                let second: i32 = first + 256;
+                let b: Tile<f32, { [1, 256] }> = part_of::<256>(logits, row, second, limit, free);
+                let third: i32 = first + 512;
+                let c: Tile<f32, { [1, 256] }> = part_of::<256>(logits, row, third, limit, free);
+                let fourth: i32 = first + 768;
+                let d: Tile<f32, { [1, 256] }> = part_of::<256>(logits, row, fourth, limit, free);
+                let left: i32 = limit - first;
+                lanes = with_terms::<WEIGHTED>(lanes, a, left, top, inverse, floor, threshold);
+                let left: i32 = limit - second;
+                lanes = with_terms::<WEIGHTED>(lanes, b, left, top, inverse, floor, threshold);
+                let left: i32 = limit - third;
+                lanes = with_terms::<WEIGHTED>(lanes, c, left, top, inverse, floor, threshold);
+                let left: i32 = limit - fourth;
+                lanes = with_terms::<WEIGHTED>(lanes, d, left, top, inverse, floor, threshold);
             }
             let sums: Tile<f32, { [16, 1] }> = folded(lanes);
 
@@ -405,6 +401,36 @@ pub mod draw {
                 put::<i32>(state, found + 2, above, taken);
             }
         }
+    }
+
+    /// The lanes of sixteen sums with one more term each: that of a logit above the threshold. The first `left`
+    /// logits are in the row.
+    fn with_terms<const WEIGHTED: i32>(
+        lanes: Tile<f32, { [16, 256] }>,
+        logit: Tile<f32, { [1, 256] }>,
+        left: i32,
+        top: Tile<f32, { [1, 256] }>,
+        inverse: Tile<f32, { [1, 256] }>,
+        floor: Tile<i32, { [1, 256] }>,
+        threshold: Tile<i32, { [16, 256] }>,
+    ) -> Tile<f32, { [16, 256] }> {
+        let place: Tile<i32, { [1, 256] }> = rank::<1, 256>(logit);
+        let mut weight: Tile<f32, { [1, 256] }> = number::<1, 256>(0x3f80_0000i32);
+        if WEIGHTED == 1 {
+            let scaled: Tile<f32, { [1, 256] }> =
+                times::<1, 256>(minus::<1, 256>(logit, top), inverse);
+            weight = exponential::<1, 256>(scaled);
+        }
+        let inside: Tile<bool, { [1, 256] }> = lt_tile(
+            column_numbers::<1, 256>(),
+            broadcast_scalar(left, shape![1, 256]),
+        );
+        let counts: Tile<bool, { [1, 256] }> = inside & ge_tile(place, floor);
+        let weight: Tile<f32, { [1, 256] }> = select(counts, weight, number::<1, 256>(0i32));
+        let above: Tile<bool, { [16, 256] }> = gt_tile(place.broadcast(shape![16, 256]), threshold);
+        let none: Tile<f32, { [16, 256] }> = number::<16, 256>(0i32);
+        let term: Tile<f32, { [16, 256] }> = select(above, weight.broadcast(shape![16, 256]), none);
+        plus::<16, 256>(lanes, term)
     }
 
     /// The one value that is chosen; values are not negative.
