@@ -20,6 +20,7 @@ use crate::kernels::Type;
 use crate::ops::{
     self, AttentionPlan, Groups, HeadInputs, LinearShape, Ops, Pools, Rows, StepArrays, Then,
 };
+use crate::sampling::{self, SamplePlan};
 use crate::store::KernelOptions;
 
 /// A window wider than any sequence.
@@ -150,8 +151,18 @@ pub struct CudaStep {
     tokens: Memory,
     /// Tokens on their way to the host.
     read: Pinned,
+    /// What the sampling kernels need besides logits, when rows ask for more than the largest one.
+    sampling: Option<Sampling>,
     sampled: Samples,
     done: Event,
+}
+
+/// Numbers for the sampling kernels on their way to the device.
+#[derive(Debug)]
+struct Sampling {
+    staged: Pinned,
+    words: Memory,
+    copied: Event,
 }
 
 /// Host side of a step's arrays.
@@ -166,12 +177,12 @@ struct Staged {
 }
 
 /// What a step sampled.
-#[derive(Debug)]
-enum Samples {
-    /// On the host already.
-    Host(Vec<Sampled>),
-    /// So many tokens, in `read` once `done` has passed.
-    Device(usize),
+#[derive(Debug, Default)]
+struct Samples {
+    /// The vocabulary of each row. Its token is in `read` once `done` has passed.
+    limits: Vec<usize>,
+    /// Rows that the host has sampled, and their places among all.
+    host: Vec<(usize, Sampled)>,
 }
 
 /// Where each array of a step begins, in words.
@@ -361,6 +372,34 @@ impl CudaBackend {
             passed.record()?;
         }
         Ok(())
+    }
+
+    /// Queues what the sampling kernels need to the device, and says where.
+    fn stage(&self, sampling: &mut Option<Sampling>, plan: &SamplePlan) -> Result<Address> {
+        let bytes = plan.words() * 4;
+        if sampling.as_ref().is_none_or(|s| s.words.bytes() < bytes) {
+            if let Some(old) = sampling.take() {
+                old.copied.wait()?;
+            }
+            let bytes = bytes.next_power_of_two().max(16 << 10);
+            *sampling = Some(Sampling {
+                staged: self.device().alloc_pinned(bytes)?,
+                words: self.device().alloc("what a step samples with", bytes)?,
+                copied: self.device().event()?,
+            });
+        }
+        let Some(sampling) = sampling else {
+            return Err(Error::Bug(
+                "no room for what a step samples with".to_owned(),
+            ));
+        };
+        // The copy of what was staged before may still be on its way.
+        sampling.copied.wait()?;
+        plan.write(sampling.staged.words());
+        let to = sampling.words.address();
+        self.device().queue_upload(to, &sampling.staged, 0, bytes)?;
+        sampling.copied.record()?;
+        Ok(to)
     }
 
     /// Makes the groups of a step for `group` query heads a kv head and queues them to the device.
@@ -888,7 +927,8 @@ impl Backend for CudaBackend {
             }),
             tokens: device.alloc("a step's tokens", rows * 4)?,
             read: device.alloc_pinned(rows * 4)?,
-            sampled: Samples::Host(Vec::new()),
+            sampling: None,
+            sampled: Samples::default(),
             done: device.event()?,
         })
     }
@@ -930,7 +970,7 @@ impl Backend for CudaBackend {
             .collect();
         *self.prepared() = Recorded { rows, spans };
         step.wanted = layout.wanted.len();
-        step.sampled = Samples::Host(Vec::new());
+        step.sampled = Samples::default();
 
         let mut guard = step.staged.lock().expect("no thread panics with a step");
         let staged = &mut *guard;
@@ -1285,60 +1325,63 @@ impl Backend for CudaBackend {
                 logits.rows
             )));
         }
+        step.sampled = Samples::default();
         let plain = |sampler: &Option<RowSampler>| {
             sampler
                 .as_ref()
                 .is_some_and(|s| is_plain_argmax(s, logits.width))
         };
+        let limits = rows.iter().flatten();
+        let limits: Vec<usize> = limits.map(|s| s.vocabulary.min(logits.width)).collect();
+        let tokens = step.tokens.address();
+        let mut host = Vec::new();
         if rows.iter().all(plain) {
-            self.ops.argmax(
-                step.tokens.address(),
-                logits.at(),
-                [rows.len(), logits.width],
-            )?;
-            self.device()
-                .queue_download(&step.read, 0, step.tokens.address(), rows.len() * 4)?;
-            step.done.record()?;
-            step.sampled = Samples::Device(rows.len());
-            return Ok(());
-        }
-        let values = self.download(logits)?;
-        let mut sampled = Vec::with_capacity(rows.len());
-        for (sampler, row) in rows.iter().zip(values.chunks(logits.width.max(1))) {
-            if let Some(sampler) = sampler {
-                sampled.push(sampler.sample(row)?);
+            let shape = [rows.len(), logits.width];
+            self.ops.argmax(tokens, logits.at(), shape)?;
+        } else {
+            let plan = SamplePlan::new(rows, logits.width);
+            if plan.rows() > 0 {
+                let words = self.stage(&mut step.sampling, &plan)?;
+                let shape = [logits.rows, logits.width];
+                self.ops.sample(tokens, logits.at(), shape, &plan, words)?;
+            }
+            for &(row, place) in plan.host() {
+                let mut bytes = vec![0; logits.width * logits.kind.bytes()];
+                let from = logits.column(row * logits.width);
+                self.device().download(from, &mut bytes)?;
+                let Some(sampler) = &rows[row] else {
+                    return Err(Error::Bug(format!("row {row} has no sampler")));
+                };
+                let sampled = sampler.sample(&decoded(logits.kind, &bytes))?;
+                let to = tokens + (place * 4) as Address;
+                self.device().upload(to, &sampled.token.to_le_bytes())?;
+                host.push((place, sampled));
             }
         }
-        let tokens: Vec<u8> = sampled
-            .iter()
-            .flat_map(|sampled| sampled.token.to_le_bytes())
-            .collect();
-        self.device().upload(step.tokens.address(), &tokens)?;
-        step.sampled = Samples::Host(sampled);
+        self.device()
+            .queue_download(&step.read, 0, tokens, limits.len() * 4)?;
+        step.done.record()?;
+        step.sampled = Samples { limits, host };
         Ok(())
     }
 
     fn read_samples(&self, step: &CudaStep) -> Result<Vec<Sampled>> {
-        let count = match &step.sampled {
-            Samples::Host(sampled) => return Ok(sampled.clone()),
-            Samples::Device(count) => *count,
-        };
+        let Samples { limits, host } = &step.sampled;
         step.done.wait()?;
-        let sampled = |&token: &i32| match u32::try_from(token) {
-            Ok(token) if token != i32::MAX as u32 => Ok(Sampled {
-                token,
+        let mut host = host.iter().peekable();
+        let read = step.read.read_words().iter().zip(limits).enumerate();
+        let sampled = read.map(|(place, (&code, &limit))| {
+            if let Some((_, sampled)) = host.next_if(|sampled| sampled.0 == place) {
+                return Ok(sampled.clone());
+            }
+            Ok(Sampled {
+                token: sampling::token(code, limit)?,
                 logprob: None,
                 top: Vec::new(),
                 drawn_from: None,
-            }),
-            _ => Err(Error::Bug(
-                "a row of logits holds no number to choose".to_owned(),
-            )),
-        };
-        step.read.read_words()[..count]
-            .iter()
-            .map(sampled)
-            .collect()
+            })
+        });
+        sampled.collect()
     }
 
     fn add_rms_norm(

@@ -10,6 +10,7 @@ use tileinfer::Result;
 
 use crate::driver::{Address, Argument, Device, Event, Memory};
 use crate::kernels::{self, Type, Variant};
+use crate::sampling;
 use crate::store::{KernelOptions, KernelStore};
 
 /// Slots of a page that attention loads as one block; pages of other sizes are gathered, slowly.
@@ -34,6 +35,7 @@ pub struct Ops {
     kernels: KernelStore,
     partials: Memory,
     tickets: Memory,
+    sampling_tickets: Memory,
     /// Grown when a step needs more; older ones are kept, since a recording may use them.
     scratch: Mutex<Vec<Memory>>,
     /// The kernels of [`Ops::time_kernels`] so far.
@@ -504,11 +506,15 @@ impl Ops {
         let partials = device.alloc("partial sums", PARTIAL_BYTES)?;
         let tickets = device.alloc("tickets of partial sums", MOST_SPLIT_TILES * 4)?;
         device.queue_fill(tickets.address(), 0, MOST_SPLIT_TILES * 4)?;
+        let bytes = sampling::MOST_ROWS * 4;
+        let sampling_tickets = device.alloc("tickets of sampled rows", bytes)?;
+        device.queue_fill(sampling_tickets.address(), 0, bytes)?;
         Ok(Ops {
             device,
             kernels,
             partials,
             tickets,
+            sampling_tickets,
             scratch: Mutex::default(),
             timed: Mutex::default(),
         })
@@ -524,7 +530,12 @@ impl Ops {
         &self.kernels
     }
 
-    fn launch(&self, variant: &Variant, grid: [usize; 3], arguments: &[Argument]) -> Result<()> {
+    pub(crate) fn launch(
+        &self,
+        variant: &Variant,
+        grid: [usize; 3],
+        arguments: &[Argument],
+    ) -> Result<()> {
         if grid.contains(&0) {
             return Ok(());
         }
@@ -946,8 +957,13 @@ impl Ops {
         self.launch(&argmax_variant(vocab), [rows, 1, 1], &arguments)
     }
 
+    /// A zero for each row that is sampled at once.
+    pub(crate) fn sampling_tickets(&self) -> Address {
+        self.sampling_tickets.address()
+    }
+
     /// Memory that is the current op's until the next op that asks for some.
-    fn scratch(&self, bytes: usize) -> Result<Address> {
+    pub(crate) fn scratch(&self, bytes: usize) -> Result<Address> {
         let mut scratch = self
             .scratch
             .lock()
@@ -1062,6 +1078,7 @@ pub fn catalog() -> Vec<Variant> {
             argmax_parts_variant(vocab + 1),
             argmax_variant(vocab),
         ]);
+        all.extend(sampling::variants(vocab));
     }
     all.push(Variant::new(&kernels::TAKE_TOKENS, &[], &[]));
     let mut seen = std::collections::HashSet::new();
@@ -1266,6 +1283,7 @@ mod tests {
             }
             has(argmax_parts_variant(vocab));
             has(argmax_variant(vocab));
+            sampling::variants(vocab).into_iter().for_each(has);
         }
     }
 }
