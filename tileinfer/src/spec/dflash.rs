@@ -10,7 +10,7 @@ use crate::{Error, Result};
 
 /// Proposes what the drafter beside the target fills in after a text: the likeliest token of each position, or one
 /// drawn there as the target draws its own. Positions do not see each other's drafts.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct DFlashProposer {
     k: usize,
     sample: bool,
