@@ -1,6 +1,7 @@
 //! The way down to a device: a decoder, its pages and its buffers behind the [`Runner`] trait.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 
 use super::graphs::{Graphs, Plan};
 use super::{
@@ -8,7 +9,7 @@ use super::{
 };
 use crate::backend::{Backend, Mask, StepLayout};
 use crate::kv::{KeySmoothing, KvElement, KvLayout, PAGE_SIZE};
-use crate::model::{DFlashBlock, DFlashDrafter, DecoderLM, Workspace, forward};
+use crate::model::{DFlashBlock, DFlashDrafter, DecoderLM, Taken, Workspace, forward};
 use crate::sampling::{RowSampler, Sampled};
 use crate::{Error, Result};
 
@@ -72,6 +73,10 @@ struct Flight {
     output: StepOutput,
     /// Samples of each span.
     samples: Vec<usize>,
+    /// Drafts that it verifies without their having been read.
+    taken: Option<Taken>,
+    /// Of each span, which of them.
+    drafts: Vec<Range<usize>>,
 }
 
 impl<B: Backend> ModelRunner<B> {
@@ -211,7 +216,12 @@ impl<B: Backend> ModelRunner<B> {
     /// Everything between a batch's layout and its samples.
     fn run(&mut self, batch: &Batch, layout: &StepLayout) -> Result<()> {
         let ws = &mut self.workspace;
-        ws.begin(&self.backend, &self.model, layout, Some(&self.earlier))?;
+        let drafts = match &self.dflash {
+            Some(dflash) => dflash.drafts(layout)?,
+            None => None,
+        };
+        let previous = Some(&self.earlier);
+        ws.begin_with_drafts(&self.backend, &self.model, layout, previous, drafts)?;
         for (span, rows) in batch.spans.iter().zip(&layout.span_rows) {
             if let Input::Embeddings(values) = &span.input {
                 self.backend
@@ -280,6 +290,7 @@ impl<B: Backend> ModelRunner<B> {
                 }
             };
             let output = SpanOutput {
+                drafts: Vec::new(),
                 sampled: Vec::new(),
                 logits: slice(
                     span.want.logits,
@@ -335,10 +346,17 @@ impl<B: Backend> Runner for ModelRunner<B> {
             .iter()
             .map(|span| span.want.sample.len())
             .collect();
+        let drafts = batch.spans.iter().map(|span| match &span.input {
+            Input::Drafts { drafts, .. } => drafts.start as usize..drafts.end as usize,
+            _ => 0..0,
+        });
+        let taken = self.dflash.as_mut().filter(|_| !layout.drafts.is_empty());
         self.flight.push_back(Flight {
             ticket: self.launched,
             output,
             samples,
+            taken: taken.map(DFlashBlock::take),
+            drafts: drafts.collect(),
         });
         Ok(Ticket(self.launched))
     }
@@ -347,7 +365,7 @@ impl<B: Backend> Runner for ModelRunner<B> {
         Some(self.dflash.as_ref()?.config().block_size)
     }
 
-    fn propose(&mut self, blocks: &[Block]) -> Result<Vec<Vec<Sampled>>> {
+    fn draft(&mut self, blocks: &[Block]) -> Result<()> {
         let Some(dflash) = &mut self.dflash else {
             return Err(Error::Bug(
                 "blocks for a drafter that is not there".to_owned(),
@@ -378,21 +396,22 @@ impl<B: Backend> Runner for ModelRunner<B> {
         let first = |row: &u32| layout.span_rows.contains(row);
         let rows = 0..layout.rows() as u32;
         layout.wanted = rows.filter(|row| !first(row)).collect();
-        dflash.run(&self.backend, &layout)?;
-        let block = &mut dflash.block;
-        self.backend
-            .sample(&mut block.step, &block.logits, &samplers)?;
-        let mut all = self.backend.read_samples(&block.step)?.into_iter();
-        let drafts = blocks
-            .iter()
-            .map(|block| all.by_ref().take(block.sample.len()).collect());
-        Ok(drafts.collect())
+        let drafts = blocks.iter().map(|block| block.sample.len()).collect();
+        dflash.draft(&self.backend, &layout, &samplers, drafts)
+    }
+
+    fn read_drafts(&mut self) -> Result<Vec<Vec<Sampled>>> {
+        let dflash = self.dflash.as_ref();
+        let dflash = dflash.ok_or_else(|| Error::Bug("there is no drafter".to_owned()))?;
+        dflash.read(&self.backend)
     }
 
     fn read(&mut self, ticket: Ticket) -> Result<StepOutput> {
         let Flight {
             mut output,
             samples,
+            taken,
+            drafts,
             ..
         } = match self.flight.pop_front() {
             Some(flight) if flight.ticket == ticket.0 => flight,
@@ -407,6 +426,12 @@ impl<B: Backend> Runner for ModelRunner<B> {
             let mut all = self.backend.read_samples(step)?.into_iter();
             for (span, count) in output.spans.iter_mut().zip(samples) {
                 span.sampled = all.by_ref().take(count).collect();
+            }
+        }
+        if let Some((taken, dflash)) = taken.zip(self.dflash.as_ref()) {
+            let all = dflash.read_taken(&self.backend, &taken)?;
+            for (span, range) in output.spans.iter_mut().zip(drafts) {
+                span.drafts = all[range].to_vec();
             }
         }
         Ok(output)

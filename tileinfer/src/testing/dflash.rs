@@ -338,8 +338,12 @@ impl Proposer for Recording {
 
     fn propose(&mut self, runner: &mut dyn Runner, asks: &[Ask<'_>]) -> Result<Vec<Drafts>> {
         let drafts = self.inner.propose(runner, asks)?;
+        // Penalties aside, the loop verifies them without having read them.
+        assert!(drafts.iter().all(|drafts| drafts.tokens.is_empty()));
         let starts = asks.iter().map(|ask| ask.tokens.len() - 1);
-        let rounds = starts.zip(drafts.iter().map(|drafts| drafts.tokens.clone()));
+        let read = runner.read_drafts()?.into_iter();
+        let tokens = read.map(|drafts| drafts.iter().map(|draft| draft.token).collect());
+        let rounds = starts.zip(tokens);
         self.proposed.lock().unwrap().extend(rounds);
         Ok(drafts)
     }
