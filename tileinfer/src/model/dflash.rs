@@ -304,19 +304,30 @@ impl<B: Backend> DFlashBlock<B> {
         Ok(())
     }
 
-    /// Runs blocks, all rows of `layout` that are wanted drawn by `samplers`: `drafts` of each block. The keys and
-    /// values of the blocks are beyond what is kept of their sequences.
-    pub(crate) fn draft(
-        &mut self,
-        backend: &B,
-        layout: &StepLayout,
-        samplers: &[Option<RowSampler>],
-        drafts: Vec<usize>,
-    ) -> Result<()> {
+    /// Prepares a step of the blocks in `layout`. Gives back what a recording of it depends on besides its shape:
+    /// whether it is in the second of two step buffers, and how often shared buffers have moved.
+    pub(crate) fn begin(&mut self, backend: &B, layout: &StepLayout) -> Result<(bool, usize)> {
         self.drafted = None;
         let (decoder, block) = (&self.drafter.decoder, &mut self.block);
         block.begin(backend, decoder, layout, None)?;
-        forward(backend, decoder, &mut self.pages, block)?;
+        Ok((self.second, block.moves()))
+    }
+
+    /// Runs the blocks: the logits of the rows that are wanted are in the block's workspace then. The keys and
+    /// values of the blocks are beyond what is kept of their sequences.
+    pub(crate) fn forward(&mut self, backend: &B) -> Result<()> {
+        let (decoder, block) = (&self.drafter.decoder, &mut self.block);
+        forward(backend, decoder, &mut self.pages, block)
+    }
+
+    /// Draws the rows that are wanted by `samplers`: `drafts` of each block.
+    pub(crate) fn sample(
+        &mut self,
+        backend: &B,
+        samplers: &[Option<RowSampler>],
+        drafts: Vec<usize>,
+    ) -> Result<()> {
+        let block = &mut self.block;
         backend.sample(&mut block.step, &block.logits, samplers)?;
         self.drafted = Some(drafts);
         Ok(())

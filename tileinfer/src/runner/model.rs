@@ -59,6 +59,8 @@ pub struct ModelRunner<B: Backend> {
     /// Whether the workspace's step is the second of the two.
     second: bool,
     graphs: Graphs<B::Graph>,
+    /// Recordings of the drafter's steps.
+    block_graphs: Graphs<B::Graph>,
     /// A drafter that reads the model's hidden states.
     dflash: Option<DFlashBlock<B>>,
     flight: VecDeque<Flight>,
@@ -162,8 +164,10 @@ impl<B: Backend> ModelRunner<B> {
                 .filter(|_| dflash.is_none()),
             depth: if backend.supports_graphs() { 2 } else { 1 },
         };
+        let records = options.graphs && backend.supports_graphs();
         Ok(ModelRunner {
-            graphs: Graphs::new(options.graphs && backend.supports_graphs()),
+            graphs: Graphs::new(records),
+            block_graphs: Graphs::new(records),
             backend,
             model,
             pages,
@@ -233,23 +237,15 @@ impl<B: Backend> ModelRunner<B> {
         if let Some(dflash) = &mut dflash {
             dflash.begin_context(backend, layout.rows())?;
         }
-        let mut launch = |ws: &mut Workspace<B>| {
+        let buffers = (self.second, ws.moves());
+        let launch = &mut || {
             forward(backend, model, pages, ws)?;
             match &mut dflash {
                 Some(dflash) => dflash.write_context(backend, &ws.taps, &ws.step),
                 None => Ok(()),
             }
         };
-        match self.graphs.plan(layout, self.second, ws.moves()) {
-            Plan::Launch => launch(ws)?,
-            Plan::Replay(graph) => backend.replay(graph)?,
-            Plan::Record => {
-                let graph = backend.capture(&mut || launch(ws))?;
-                if let Some(graph) = self.graphs.keep(graph) {
-                    backend.replay(graph)?;
-                }
-            }
-        }
+        launch_or_replay(backend, &mut self.graphs, layout, buffers, launch)?;
 
         let mut samplers: Vec<Option<RowSampler>> = Vec::with_capacity(layout.wanted.len());
         for span in &batch.spans {
@@ -308,6 +304,27 @@ impl<B: Backend> ModelRunner<B> {
         Ok(StepOutput {
             spans: spans.collect(),
         })
+    }
+}
+
+/// Launches a step of `layout`, or replays what was recorded of one like it. It is in the second of two step buffers
+/// or not, and shared buffers have moved so many times.
+fn launch_or_replay<B: Backend>(
+    backend: &B,
+    graphs: &mut Graphs<B::Graph>,
+    layout: &StepLayout,
+    (second, moves): (bool, usize),
+    launch: &mut dyn FnMut() -> Result<()>,
+) -> Result<()> {
+    match graphs.plan(layout, second, moves) {
+        Plan::Launch => launch(),
+        Plan::Replay(graph) => backend.replay(graph),
+        Plan::Record => {
+            let graph = backend.capture(launch)?;
+            graphs
+                .keep(graph)
+                .map_or(Ok(()), |graph| backend.replay(graph))
+        }
     }
 }
 
@@ -397,7 +414,13 @@ impl<B: Backend> Runner for ModelRunner<B> {
         let rows = 0..layout.rows() as u32;
         layout.wanted = rows.filter(|row| !first(row)).collect();
         let drafts = blocks.iter().map(|block| block.sample.len()).collect();
-        dflash.draft(&self.backend, &layout, &samplers, drafts)
+        let backend = &self.backend;
+        let buffers = dflash.begin(backend, &layout)?;
+        let graphs = &mut self.block_graphs;
+        launch_or_replay(backend, graphs, &layout, buffers, &mut || {
+            dflash.forward(backend)
+        })?;
+        dflash.sample(backend, &samplers, drafts)
     }
 
     fn read_drafts(&mut self) -> Result<Vec<Vec<Sampled>>> {
