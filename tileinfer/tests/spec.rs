@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
 use tileinfer::backend::{ComputeType, ReferenceBackend};
@@ -115,6 +115,53 @@ fn looked_up(tokens: &[u32], k: usize, max: usize, min: usize) -> Vec<u32> {
         }
     }
     Vec::new()
+}
+
+/// The least of three times that `body` takes.
+fn least(mut body: impl FnMut()) -> Duration {
+    let once = || {
+        let start = Instant::now();
+        body();
+        start.elapsed()
+    };
+    std::iter::repeat_with(once)
+        .take(3)
+        .min()
+        .unwrap_or_default()
+}
+
+#[test]
+fn a_long_prompt_is_read_once() {
+    const PROMPT: usize = 100_000;
+    const ANSWER: usize = 4000;
+    // Words as often as in a language: a few make up most of a text.
+    let mut numbers = Numbers::new(7);
+    let mut word = || (32_000f32.powf(numbers.below(1 << 16) as f32 / 65536.0) - 1.0) as u32;
+    let text: Vec<u32> = (0..PROMPT + ANSWER).map(|_| word()).collect();
+    let read = || {
+        let mut proposer = NgramProposer::new(8, 3, 1).unwrap();
+        proposer.propose_after(1, &text[..PROMPT], 8);
+        proposer
+    };
+    let whole = least(|| drop(read()));
+    let mut found = 0;
+    let answer = least(|| {
+        let mut proposer = read();
+        for end in PROMPT..PROMPT + ANSWER {
+            found += proposer.propose_after(1, &text[..end], 8).len();
+        }
+    });
+    assert!(found > ANSWER);
+    let scan = least(|| drop(looked_up(&text[..PROMPT], 8, 3, 1)));
+    println!(
+        "{PROMPT} tokens: read in {whole:?}, with {ANSWER} tokens after in {answer:?}; a search takes {scan:?}"
+    );
+    // Reading the prompt costs less than a hundred searches, and a token more next to nothing.
+    assert!(whole < 100 * scan, "{whole:?}, {scan:?} a search");
+    assert!(
+        answer < scan * ANSWER as u32 / 4,
+        "{answer:?}, {scan:?} a search"
+    );
 }
 
 #[test]

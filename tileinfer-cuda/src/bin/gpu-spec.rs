@@ -14,7 +14,7 @@ use tileinfer::backend::{Backend, ComputeType, ReferenceBackend};
 use tileinfer::config::{DFlashConfig, ModelConfig};
 use tileinfer::engine::{GenerationOptions, StepLoop};
 use tileinfer::generate::{Generated, generate};
-use tileinfer::kv::Sequence;
+use tileinfer::kv::{PAGE_SIZE, Sequence};
 use tileinfer::model::{DFlashDrafter, DecoderLM, LoadOptions};
 use tileinfer::runner::{ModelRunner, Runner, RunnerOptions};
 use tileinfer::sampling::Sampled;
@@ -88,19 +88,19 @@ struct Plan {
     contexts: Vec<usize>,
     /// Drafts a round.
     drafts: Vec<usize>,
+    /// Rounds before those that count: what comes for the first time is launched, then recorded, and there are two
+    /// buffers of steps.
+    warm: usize,
     /// Rounds that count.
     rounds: usize,
 }
-
-/// Rounds before those that count: what comes for the first time is launched, then recorded, and there are two
-/// buffers of steps.
-const WARM: usize = 8;
 
 impl Default for Plan {
     fn default() -> Self {
         Plan {
             contexts: vec![512, 4096],
             drafts: vec![7, 15],
+            warm: 8,
             rounds: 24,
         }
     }
@@ -110,7 +110,7 @@ impl Plan {
     /// Tokens that plain decoding has to tell: all that the longest rounds bring, and the drafts after them.
     fn answer(&self) -> usize {
         let most = self.drafts.iter().max().map_or(0, |&most| most);
-        (WARM + self.rounds + 2) * (most + 1)
+        (self.warm + self.rounds + 2) * (most + 1)
     }
 }
 
@@ -144,7 +144,9 @@ fn bench<B: Backend>(make: &dyn Fn() -> B, folder: &Path, plan: &Plan) -> Result
     println!("{}: made in {seconds:.1} s", folder.display());
     let most = plan.contexts.iter().max().map_or(0, |&most| most);
     let length = most + plan.answer() + 1;
-    let runner = |drafter| runner(make(), &config, &host, drafter, length);
+    // What is cached of every text is kept.
+    let pages = plan.contexts.len() * length.div_ceil(PAGE_SIZE);
+    let runner = |drafter| runner(make(), &config, &host, drafter, [length, pages]);
     let mut rows = Vec::new();
 
     let plainly = runner(None)?;
@@ -192,11 +194,14 @@ fn runner<B: Backend>(
     config: &ModelConfig,
     host: &HostModel,
     drafter: Option<&(DFlashConfig, HostDFlash)>,
-    length: usize,
+    [length, pages]: [usize; 2],
 ) -> Result<Box<dyn Runner>> {
     let options = LoadOptions::new(length);
     let model = DecoderLM::load(&backend, config, host, &options, &mut |_, _| ())?;
-    let options = RunnerOptions::for_length(length);
+    let options = RunnerOptions {
+        pages,
+        ..RunnerOptions::for_length(length)
+    };
     let Some((dflash, weights)) = drafter else {
         return Ok(Box::new(ModelRunner::new(backend, model, &options)?));
     };
@@ -245,7 +250,7 @@ impl Text {
         let mut times = Vec::new();
         let decoded = text.go_on(steps, plan.answer(), &mut |_| times.push(Instant::now()))?;
         text.answer = decoded.into();
-        (text.step, text.mean) = spread(&times[WARM..]);
+        (text.step, text.mean) = spread(&times[plan.warm..]);
         Ok(text)
     }
 
@@ -310,7 +315,7 @@ impl Text {
             rounds: rounds.clone(),
         };
         steps.set_speculation(Some(Speculation::new(scripted)));
-        let wanted = (WARM + plan.rounds + 1) * (right.unwrap_or(0) + 1) + k + 1;
+        let wanted = (plan.warm + plan.rounds + 1) * (right.unwrap_or(2) + 1) + k + 1;
         let tokens = self.go_on(steps, wanted, &mut |_| ());
         steps.set_speculation(None);
         let tokens = tokens?;
@@ -325,7 +330,7 @@ impl Text {
         let whole = rounds
             .iter()
             .take_while(|round| round.drafts == k)
-            .skip(WARM);
+            .skip(plan.warm);
         let (times, lengths): (Vec<Instant>, Vec<usize>) =
             whole.map(|round| (round.start, round.text)).unzip();
         if times.len() < plan.rounds {
@@ -467,12 +472,13 @@ mod tests {
         let models = Path::new(env!("CARGO_MANIFEST_DIR")).join("../testdata/golden/dflash/models");
         let plan = Plan {
             contexts: vec![5, 40],
-            drafts: vec![7, 15],
-            rounds: 3,
+            drafts: vec![7],
+            warm: 1,
+            rounds: 2,
         };
         let make = || ReferenceBackend::new(ComputeType::Bf16);
         let rows = bench(&make, &models.join("qwen3-6l"), &plan).unwrap();
-        assert_eq!(rows.len(), 2 * 2 * (3 + 4));
+        assert_eq!(rows.len(), 2 * (3 + 4));
         assert!(rows.iter().all(|row| row.round > 0.0 && row.plain > 0.0));
         // A context, six right drafts of a DFlash drafter's seven.
         let found = rows.iter().filter(|row| {
@@ -491,10 +497,11 @@ mod tests {
         let plan = Plan {
             contexts: vec![9],
             drafts: vec![3],
+            warm: 1,
             rounds: 2,
         };
         let backend = ReferenceBackend::new(ComputeType::Bf16);
-        let runner = runner(backend, &config, &host, None, 9 + plan.answer() + 1).unwrap();
+        let runner = runner(backend, &config, &host, None, [128, 2]).unwrap();
         let mut steps = StepLoop::new(runner);
         let mut text = Text::decode(&mut steps, &config, 9, &plan).unwrap();
         let propose = || NgramProposer::new(3, 3, 1).unwrap();
