@@ -217,6 +217,10 @@ pub(crate) fn bundle(root: &Path, arguments: &BundleArguments) -> Result<()> {
         &folder.path().join("golden/models"),
     )?;
     copy_tree(
+        &root.join("testdata/golden/dflash"),
+        &folder.path().join("golden/dflash"),
+    )?;
+    copy_tree(
         &root.join("testdata/golden/expected"),
         &folder.path().join("golden/expected"),
     )?;

@@ -2,8 +2,9 @@
 //! the decode loop as they are, with drafts of which as many are right as a script says. Plain decoding tells what is
 //! right, so every text must come out as plain decoding's.
 //!
-//! `gpu-spec [--toolkit DIR] [--contexts N,N] PACK_FOLDER MODEL_FOLDER`, or `gpu-spec --device cpu MODEL_FOLDER` for
-//! a look at the logic with a tiny model; the model's folder holds a `config.json`.
+//! `gpu-spec [--toolkit DIR] [--golden DIR] [--contexts N,N] PACK_FOLDER [MODEL_FOLDER]`, or
+//! `gpu-spec --device cpu MODEL_FOLDER` for a look at the logic with a tiny model; the model's folder holds a
+//! `config.json`. With `--golden`, the folder of DFlash's reference numbers, drafters are held against those first.
 
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
@@ -19,7 +20,7 @@ use tileinfer::model::{DFlashDrafter, DecoderLM, LoadOptions};
 use tileinfer::runner::{ModelRunner, Runner, RunnerOptions};
 use tileinfer::sampling::Sampled;
 use tileinfer::spec::{Ask, DFlashProposer, Drafts, NgramProposer, Proposer, Speculation};
-use tileinfer::testing::random_dflash;
+use tileinfer::testing::{DFLASH_DRAFTERS, golden_dflash, random_dflash};
 use tileinfer::weights::{HostDFlash, HostModel};
 use tileinfer::{Error, Result};
 use tileinfer_cuda::{CudaBackend, CudaOptions};
@@ -35,7 +36,7 @@ const GOALS: [(Who, f64); 2] = [(Who::Ngram, 1.15), (Who::DFlash, 1.45)];
 const RIGHT: usize = 6;
 const GAIN: f64 = 4.1;
 
-const USAGE: &str = "usage: gpu-spec [--toolkit DIR] [--contexts N,N] PACK_FOLDER MODEL_FOLDER, or gpu-spec --device cpu [--contexts N,N] MODEL_FOLDER";
+const USAGE: &str = "usage: gpu-spec [--toolkit DIR] [--golden DIR] [--contexts N,N] PACK_FOLDER [MODEL_FOLDER], or gpu-spec --device cpu [--golden DIR] [--contexts N,N] [MODEL_FOLDER]";
 
 fn main() {
     if let Err(error) = run(std::env::args().skip(1)) {
@@ -48,11 +49,12 @@ fn run(arguments: impl Iterator<Item = String>) -> Result<()> {
     let mut arguments = arguments.peekable();
     let mut options = CudaOptions::default();
     let mut plan = Plan::default();
-    let mut on_gpu = true;
+    let (mut on_gpu, mut golden) = (true, None);
     while let Some(flag) = arguments.next_if(|argument| argument.starts_with("--")) {
         let value = arguments.next().ok_or_else(|| Error::usage(USAGE))?;
         match (flag.as_str(), value.as_str()) {
             ("--toolkit", _) => options.kernels.toolkit = Some(PathBuf::from(value)),
+            ("--golden", _) => golden = Some(PathBuf::from(value)),
             ("--device", "cpu") => on_gpu = false,
             ("--contexts", _) => {
                 let contexts = value.split(',').map(str::parse).collect::<Result<_, _>>();
@@ -67,18 +69,37 @@ fn run(arguments: impl Iterator<Item = String>) -> Result<()> {
             .pack_folders
             .extend(arguments.next().map(PathBuf::from));
     }
-    let folder = arguments.next().ok_or_else(|| Error::usage(USAGE))?;
-    let rows = if on_gpu {
-        let ops = CudaBackend::open(ComputeType::Bf16, &options)?
-            .ops()
-            .clone();
-        let make = || CudaBackend::with_ops(ComputeType::Bf16, ops.clone());
-        bench(&make, Path::new(&folder), &plan)?
+    let model = arguments.next().map(PathBuf::from);
+    if model.is_none() && golden.is_none() {
+        return Err(Error::usage(USAGE));
+    }
+    let (golden, model) = (golden.as_deref(), model.as_deref());
+    if on_gpu {
+        let opened = CudaBackend::open(ComputeType::Bf16, &options)?;
+        let make = |compute| CudaBackend::with_ops(compute, opened.ops().clone());
+        check_and_bench(&make, golden, model, &plan)
     } else {
-        let make = || ReferenceBackend::new(ComputeType::Bf16);
-        bench(&make, Path::new(&folder), &plan)?
-    };
-    println!("{}", table(&rows));
+        check_and_bench(&ReferenceBackend::new, golden, model, &plan)
+    }
+}
+
+/// Holds drafters against the reference numbers in `golden`, whose first difference is a panic, and times rounds.
+fn check_and_bench<B: Backend>(
+    make: &dyn Fn(ComputeType) -> B,
+    golden: Option<&Path>,
+    model: Option<&Path>,
+    plan: &Plan,
+) -> Result<()> {
+    if let Some(golden) = golden {
+        for name in DFLASH_DRAFTERS {
+            golden_dflash(make, golden, name, 2e-3);
+            println!("ok {name}");
+        }
+    }
+    if let Some(model) = model {
+        let rows = bench(&|| make(ComputeType::Bf16), model, plan)?;
+        println!("{}", table(&rows));
+    }
     Ok(())
 }
 
@@ -486,6 +507,7 @@ mod tests {
         });
         assert_eq!(found.count(), 1);
         let table = table(&rows);
+        println!("{table}");
         assert_eq!(table.lines().count(), 1 + rows.len() + 2, "{table}");
     }
 
