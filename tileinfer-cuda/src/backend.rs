@@ -147,6 +147,8 @@ pub struct CudaStep {
     /// Of each span: first position, end, first page.
     spans: Vec<[usize; 3]>,
     wanted: usize,
+    /// Rows whose ids are drafts: they stand after so many others among those whose ids are taken from elsewhere.
+    drafts: (usize, usize),
     staged: Mutex<Staged>,
     tokens: Memory,
     /// Tokens on their way to the host.
@@ -919,6 +921,7 @@ impl Backend for CudaBackend {
             span_rows: vec![0],
             spans: Vec::new(),
             wanted: 0,
+            drafts: (0, 0),
             staged: Mutex::new(Staged {
                 words: device.alloc_pinned(most.words() * 4)?,
                 copied: device.event()?,
@@ -970,6 +973,7 @@ impl Backend for CudaBackend {
             .collect();
         *self.prepared() = Recorded { rows, spans };
         step.wanted = layout.wanted.len();
+        step.drafts = (layout.previous.len(), layout.drafts.len());
         step.sampled = Samples::default();
 
         let mut guard = step.staged.lock().expect("no thread panics with a step");
@@ -987,14 +991,9 @@ impl Backend for CudaBackend {
         put(Offsets::POSITIONS, &mut layout.positions.iter().copied());
         put(Offsets::SLOTS, &mut layout.slots.iter().copied());
         put(Offsets::WANTED, &mut layout.wanted.iter().copied());
-        put(
-            Offsets::TAKE_ROWS,
-            &mut layout.previous.iter().map(|taken| taken.0),
-        );
-        put(
-            Offsets::TAKE_INDICES,
-            &mut layout.previous.iter().map(|taken| taken.1),
-        );
+        let taken = || layout.previous.iter().chain(&layout.drafts);
+        put(Offsets::TAKE_ROWS, &mut taken().map(|taken| taken.0));
+        put(Offsets::TAKE_INDICES, &mut taken().map(|taken| taken.1));
         let meta = |span: usize| {
             let [start, end, first_page] = step.spans[span];
             (start..end)
@@ -1040,6 +1039,18 @@ impl Backend for CudaBackend {
             )?;
         }
         Ok(())
+    }
+
+    fn take_drafts(&self, step: &mut CudaStep, from: &CudaStep) -> Result<()> {
+        let (first, count) = step.drafts;
+        let at = |array| step.address(array) + (4 * first) as Address;
+        self.ops.take_tokens(
+            step.address(Offsets::IDS),
+            from.tokens.address(),
+            at(Offsets::TAKE_ROWS),
+            at(Offsets::TAKE_INDICES),
+            count,
+        )
     }
 
     fn embed(&self, out: &mut CudaTensor, table: &CudaWeight, step: &CudaStep) -> Result<()> {
