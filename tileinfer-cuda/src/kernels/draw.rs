@@ -494,6 +494,76 @@ pub mod draw {
         }
     }
 
+    /// Before which column the ties of a part still fit what top-p lets in, where `before` of them stand in earlier
+    /// parts: the one with r of lower ids fits if `above + r * weight < budget`, the very first always. Two bisections,
+    /// as a running count by `scan_sum` comes out wrong.
+    fn last_tie<const W: i32>(
+        equal: Tile<bool, { [1, W] }>,
+        weight: Tile<f32, { [1, W] }>,
+        before: i32,
+        above: i32,
+        budget: i32,
+    ) -> i32 {
+        let one: Tile<i32, { [1, W] }> = constant(1i32, shape![1, W]);
+        let nothing: Tile<i32, { [1, W] }> = constant(0i32, shape![1, W]);
+        let none: Tile<f32, { [1, W] }> = constant(0.0f32, shape![1, W]);
+        let weight: Tile<f32, { [1] }> = reduce_max(select(equal, weight, none), 1);
+        let weight: Tile<f32, { [1, 1] }> = weight.reshape(shape![1, 1]);
+        let count: Tile<i32, { [1] }> = reduce_sum(select(equal, one, nothing), 1);
+        let count: i32 = tile_to_scalar(count.reshape(shape![]));
+
+        // So many fit, and no longer so many.
+        let mut fit: i32 = 0;
+        let mut over: i32 = count + 1;
+        while over - fit > 1 {
+            let middle: i32 = (fit + over) / 2;
+            let lower: i32 = before + middle - 1;
+            let lower_tile: Tile<i32, { [1, 1] }> = broadcast_scalar(lower, shape![1, 1]);
+            let lower_tile: Tile<f32, { [1, 1] }> = convert_tile(lower_tile);
+            let sum: Tile<f32, { [1, 1] }> =
+                plus::<1, 1>(number::<1, 1>(above), times::<1, 1>(lower_tile, weight));
+            let yes: Tile<i32, { [1, 1] }> = constant(1i32, shape![1, 1]);
+            let no: Tile<i32, { [1, 1] }> = constant(0i32, shape![1, 1]);
+            let fits: Tile<i32, { [1, 1] }> =
+                select(lt_tile(sum, number::<1, 1>(budget)), yes, no);
+            let mut fits: i32 = tile_to_scalar(fits.reshape(shape![]));
+            if lower == 0 {
+                fits = 1;
+            }
+            if fits == 1 {
+                fit = middle;
+            } else {
+                over = middle;
+            }
+        }
+
+        let mut last: i32 = W;
+        if fit == 0 {
+            last = 0;
+        }
+        if fit > 0 {
+            if fit < count {
+                // Fewer of them than `fit` stand before `short`, as many before `last`.
+                let mut short: i32 = 0;
+                while last - short > 1 {
+                    let middle: i32 = (short + last) / 2;
+                    let left: Tile<bool, { [1, W] }> = lt_tile(
+                        column_numbers::<1, W>(),
+                        broadcast_scalar(middle, shape![1, W]),
+                    );
+                    let left: Tile<i32, { [1] }> = reduce_sum(select(equal & left, one, nothing), 1);
+                    let left: i32 = tile_to_scalar(left.reshape(shape![]));
+                    if left >= fit {
+                        last = middle;
+                    } else {
+                        short = middle;
+                    }
+                }
+            }
+        }
+        last
+    }
+
     /// The best score of each part and where it first stands: the logit itself, or scaled and with its noise
     /// where the filters leave it. Grid: (parts, rows).
     #[cutile::entry(unchecked_accesses = true)]
@@ -548,20 +618,12 @@ pub mod draw {
                 let before: Tile<i32, { [1, P] }> =
                     run::<i32, P>(counts, pid.1 * parts, pid.0, none, free);
                 let before: Tile<i32, { [1] }> = reduce_sum(before, 1);
-                let before: Tile<i32, { [1, 1] }> = before.reshape(shape![1, 1]);
                 let cut: Tile<i32, { [1, W] }> = broadcast_scalar(cut, shape![1, W]);
                 let equal: Tile<bool, { [1, W] }> = eq_tile(ranks, cut);
-                let one: Tile<i32, { [1, W] }> = constant(1i32, shape![1, W]);
-                let nothing: Tile<i32, { [1, W] }> = constant(0i32, shape![1, W]);
-                let counted: Tile<i32, { [1, W] }> = select(equal, one, nothing);
-                let upto: Tile<i32, { [1, W] }> = scan_sum(counted, 1i32, reverse::Forward, 0i32);
-                let earlier: Tile<i32, { [1, W] }> =
-                    upto - counted + before.broadcast(shape![1, W]);
-                let lower: Tile<f32, { [1, W] }> = convert_tile(earlier);
-                let sum: Tile<f32, { [1, W] }> =
-                    plus::<1, W>(number::<1, W>(above), times::<1, W>(lower, weight));
+                let before: i32 = tile_to_scalar(before.reshape(shape![]));
+                let last: i32 = last_tie::<W>(equal, weight, before, above, budget);
                 let fits: Tile<bool, { [1, W] }> =
-                    lt_tile(sum, number::<1, W>(budget)) | eq_tile(earlier, nothing);
+                    lt_tile(column_numbers::<1, W>(), broadcast_scalar(last, shape![1, W]));
                 stays = stays & (gt_tile(ranks, cut) | (equal & fits));
             }
             let noisy: Tile<f32, { [1, W] }> =
