@@ -11,6 +11,7 @@ pub mod driver;
 pub mod kernels;
 pub mod ops;
 pub mod pack;
+pub mod sass;
 pub mod store;
 
 pub use backend::{

@@ -59,6 +59,8 @@ pub(crate) fn run(root: &Path) -> Result<()> {
         cargo(root, &["test", "--package", CUDA], None)?;
         steps.begin("kernels");
         cuda::kernels_for(root, &KERNEL_ARCHITECTURES)?;
+        steps.begin("machine code");
+        cuda::sass_of(root, &KERNEL_ARCHITECTURES)?;
     }
 
     steps.begin("tests");

@@ -247,6 +247,29 @@ pub(crate) fn kernels_for(root: &Path, arch: &[&str]) -> Result<()> {
 }
 
 #[derive(clap::Args)]
+pub(crate) struct SassArguments {
+    /// Architectures, separated by commas
+    #[arg(long, value_delimiter = ',', default_value = "sm_90")]
+    arch: Vec<String>,
+}
+
+/// Hold the machine code of the hot kernels of some architectures against what it is meant to be.
+pub(crate) fn sass(root: &Path, arguments: &SassArguments) -> Result<()> {
+    let arch: Vec<&str> = arguments.arch.iter().map(String::as_str).collect();
+    kernels_for(root, &arch)?;
+    sass_of(root, &arch)
+}
+
+/// The same for packs that are there.
+pub(crate) fn sass_of(root: &Path, arch: &[&str]) -> Result<()> {
+    let mut build = cargo(root);
+    build.args(["run", "--package", "tileinfer-cuda", "--bin"]);
+    build.args(["tileinfer-sass", "--"]);
+    build.arg(toolchain(root)).arg(root.join("target/kernels"));
+    run(build.args(arch))
+}
+
+#[derive(clap::Args)]
 pub(crate) struct BundleArguments {
     /// Architecture of the GPU
     #[arg(long, default_value = "sm_90")]
