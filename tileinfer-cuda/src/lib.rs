@@ -16,4 +16,5 @@ pub mod store;
 
 pub use backend::{
     CudaBackend, CudaGraph, CudaOptions, CudaPages, CudaRope, CudaStep, CudaTensor, CudaWeight,
+    scratch_reserve,
 };
