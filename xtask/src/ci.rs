@@ -54,7 +54,13 @@ pub(crate) fn run(root: &Path) -> Result<()> {
         eprintln!("{}", without_cuda(&error));
     } else {
         steps.begin("CUDA");
-        let clippy = ["clippy", "--package", CUDA, "--all-targets"];
+        let clippy = [
+            "clippy",
+            "--package",
+            CUDA,
+            "--all-targets",
+            "--all-features",
+        ];
         cargo(root, &[&clippy[..], &warnings_are_errors].concat(), None)?;
         cargo(root, &["test", "--package", CUDA], None)?;
         steps.begin("kernels");

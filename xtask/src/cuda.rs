@@ -283,7 +283,14 @@ pub(crate) struct BundleArguments {
 pub(crate) fn bundle(root: &Path, arguments: &BundleArguments) -> Result<()> {
     let arch = &arguments.arch;
     kernels_for(root, &[arch])?;
-    run(cargo(root).args(["build", "--package", "tileinfer-cuda", "--bins"]))?;
+    run(cargo(root).args([
+        "build",
+        "--package",
+        "tileinfer-cuda",
+        "--features",
+        "rival",
+        "--bins",
+    ]))?;
     let out = arguments
         .out
         .clone()
@@ -299,7 +306,7 @@ pub(crate) fn bundle(root: &Path, arguments: &BundleArguments) -> Result<()> {
             .with_context(|| format!("cannot copy {}", from.display()))
             .map(|_| ())
     };
-    for program in ["gpu-check", "gpu-bench"] {
+    for program in ["gpu-check", "gpu-bench", "gpu-rival"] {
         copy(root.join("target/debug").join(program), program)?;
     }
     let pack = format!("tileinfer-{arch}.pack");
