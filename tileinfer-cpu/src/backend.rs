@@ -321,6 +321,16 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
+    fn take_drafts(&self, step: &mut CpuStep, from: &CpuStep) -> Result<()> {
+        for &(row, index) in &step.layout.drafts {
+            let draft = from.sampled.get(index as usize);
+            let draft = draft
+                .ok_or_else(|| Error::Bug(format!("row {row} awaits draft {index} of none")))?;
+            step.layout.ids[row as usize] = draft.token;
+        }
+        Ok(())
+    }
+
     fn embed(&self, out: &mut CpuTensor, table: &CpuWeight, step: &CpuStep) -> Result<()> {
         let (weight, ids) = (&*table.0, &step.layout.ids);
         out.expect(ids.len(), weight.cols())?;

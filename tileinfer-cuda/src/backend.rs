@@ -20,6 +20,7 @@ use crate::kernels::Type;
 use crate::ops::{
     self, AttentionPlan, Groups, HeadInputs, LinearShape, Ops, Pools, Rows, StepArrays, Then,
 };
+use crate::sampling::{self, SamplePlan};
 use crate::store::KernelOptions;
 
 /// A window wider than any sequence.
@@ -45,9 +46,6 @@ pub fn scratch_reserve(rows: usize, heads: usize, head_dim: usize, longest: usiz
 
 /// Bytes of each of the two buffers that weights pass through.
 const LOAD_BUFFER: usize = 16 << 20;
-
-/// Steps whose arrays are no larger than this go to the device in one copy.
-const ONE_COPY: usize = 128 << 10;
 
 /// What a backend is opened with.
 #[derive(Debug, Clone, Default)]
@@ -153,6 +151,10 @@ pub struct CudaRope {
 #[derive(Debug)]
 pub struct CudaStep {
     arrays: Memory,
+    /// What the arrays have room for.
+    most: Offsets,
+    /// How they lie for the step at hand: packed, so that one copy takes them all to the device, and the same for
+    /// all steps of as many rows, as a recording holds their addresses.
     offsets: Offsets,
     rows: usize,
     /// First row of each span and the number of rows.
@@ -160,12 +162,24 @@ pub struct CudaStep {
     /// Of each span: first position, end, first page.
     spans: Vec<[usize; 3]>,
     wanted: usize,
+    /// Rows whose ids are drafts: they stand after so many others among those whose ids are taken from elsewhere.
+    drafts: (usize, usize),
     staged: Mutex<Staged>,
     tokens: Memory,
     /// Tokens on their way to the host.
     read: Pinned,
+    /// What the sampling kernels need besides logits, when rows ask for more than the largest one.
+    sampling: Option<Sampling>,
     sampled: Samples,
     done: Event,
+}
+
+/// Numbers for the sampling kernels on their way to the device.
+#[derive(Debug)]
+struct Sampling {
+    staged: Pinned,
+    words: Memory,
+    copied: Event,
 }
 
 /// Host side of a step's arrays.
@@ -180,12 +194,12 @@ struct Staged {
 }
 
 /// What a step sampled.
-#[derive(Debug)]
-enum Samples {
-    /// On the host already.
-    Host(Vec<Sampled>),
-    /// So many tokens, in `read` once `done` has passed.
-    Device(usize),
+#[derive(Debug, Default)]
+struct Samples {
+    /// The vocabulary of each row. Its token is in `read` once `done` has passed.
+    limits: Vec<usize>,
+    /// Rows that the host has sampled, and their places among all.
+    host: Vec<(usize, Sampled)>,
 }
 
 /// Where each array of a step begins, in words.
@@ -219,15 +233,8 @@ struct Loader {
 }
 
 impl Offsets {
-    /// Numbers a row over all arrays: ids, positions, slots, wanted, two of tokens to take, four of
-    /// [`StepArrays::row_meta`], eight of each of three [`Groups`].
-    const ROW: usize = 34;
-
-    fn words(self) -> usize {
-        self.rows * Self::ROW + self.spans * self.table_width
-    }
-
-    /// The arrays as (offset, words a row).
+    /// The arrays as (offset, words a row); rows and words of tokens to take, [`StepArrays::row_meta`], and
+    /// [`Groups`] among them.
     const IDS: (usize, usize) = (0, 1);
     const POSITIONS: (usize, usize) = (1, 1);
     const SLOTS: (usize, usize) = (2, 1);
@@ -235,7 +242,15 @@ impl Offsets {
     const TAKE_ROWS: (usize, usize) = (4, 1);
     const TAKE_INDICES: (usize, usize) = (5, 1);
     const ROW_META: (usize, usize) = (6, 4);
+    /// The last of the arrays.
     const GROUPS: [(usize, usize); 3] = [(10, 8), (18, 8), (26, 8)];
+
+    /// Words a row over all arrays.
+    const ROW: usize = 34;
+
+    fn words(self) -> usize {
+        self.rows * Self::ROW + self.spans * self.table_width
+    }
 
     fn at(self, (offset, _): (usize, usize)) -> usize {
         offset * self.rows
@@ -376,14 +391,42 @@ impl CudaBackend {
         Ok(())
     }
 
+    /// Queues what the sampling kernels need to the device, and says where.
+    fn stage(&self, sampling: &mut Option<Sampling>, plan: &SamplePlan) -> Result<Address> {
+        let bytes = plan.words() * 4;
+        if sampling.as_ref().is_none_or(|s| s.words.bytes() < bytes) {
+            if let Some(old) = sampling.take() {
+                old.copied.wait()?;
+            }
+            let bytes = bytes.next_power_of_two().max(16 << 10);
+            *sampling = Some(Sampling {
+                staged: self.device().alloc_pinned(bytes)?,
+                words: self.device().alloc("what a step samples with", bytes)?,
+                copied: self.device().event()?,
+            });
+        }
+        let Some(sampling) = sampling else {
+            return Err(Error::Bug(
+                "no room for what a step samples with".to_owned(),
+            ));
+        };
+        // The copy of what was staged before may still be on its way.
+        sampling.copied.wait()?;
+        plan.write(sampling.staged.words());
+        let to = sampling.words.address();
+        self.device().queue_upload(to, &sampling.staged, 0, bytes)?;
+        sampling.copied.record()?;
+        Ok(to)
+    }
+
     /// Makes the groups of a step for `group` query heads a kv head and queues them to the device.
     fn regroup(&self, step: &CudaStep, staged: &mut Staged, group: usize) -> Result<()> {
         step.fill_groups(self.kind, staged, group);
-        for groups in Offsets::GROUPS {
-            let (at, words) = (step.offsets.at(groups), step.rows * groups.1);
-            self.device()
-                .queue_upload(step.address(groups), &staged.words, at * 4, words * 4)?;
-        }
+        let [first, ..] = Offsets::GROUPS;
+        let (at, end) = (step.offsets.at(first) * 4, step.offsets.tables() * 4);
+        let to = step.arrays.address() + at as Address;
+        self.device()
+            .queue_upload(to, &staged.words, at, end - at)?;
         staged.copied.record()
     }
 
@@ -879,28 +922,31 @@ impl Backend for CudaBackend {
     }
 
     fn alloc_step(&self, rows: usize, spans: usize, table_width: usize) -> Result<CudaStep> {
-        let offsets = Offsets {
+        let most = Offsets {
             rows,
             spans,
             table_width,
         };
         let device = self.device();
         Ok(CudaStep {
-            arrays: device.alloc("a step's layout", offsets.words() * 4)?,
-            offsets,
+            arrays: device.alloc("a step's layout", most.words() * 4)?,
+            most,
+            offsets: most,
             rows: 0,
             span_rows: vec![0],
             spans: Vec::new(),
             wanted: 0,
+            drafts: (0, 0),
             staged: Mutex::new(Staged {
-                words: device.alloc_pinned(offsets.words() * 4)?,
+                words: device.alloc_pinned(most.words() * 4)?,
                 copied: device.event()?,
                 group: 0,
                 counts: [0; 3],
             }),
             tokens: device.alloc("a step's tokens", rows * 4)?,
             read: device.alloc_pinned(rows * 4)?,
-            sampled: Samples::Host(Vec::new()),
+            sampling: None,
+            sampled: Samples::default(),
             done: device.event()?,
         })
     }
@@ -911,15 +957,20 @@ impl Backend for CudaBackend {
         layout: &StepLayout,
         previous: Option<&CudaStep>,
     ) -> Result<()> {
-        let offsets = step.offsets;
+        let most = step.most;
         let (rows, spans) = (layout.rows(), layout.spans());
-        if rows > offsets.rows || spans > offsets.spans || layout.table_width > offsets.table_width
-        {
+        if rows > most.rows || spans > most.spans || layout.table_width > most.table_width {
             return Err(Error::Bug(format!(
                 "a step of {rows} rows, {spans} spans and tables of {} in one for {}, {} and {}",
-                layout.table_width, offsets.rows, offsets.spans, offsets.table_width
+                layout.table_width, most.rows, most.spans, most.table_width
             )));
         }
+        let offsets = Offsets {
+            rows,
+            spans,
+            ..most
+        };
+        step.offsets = offsets;
         step.rows = rows;
         step.span_rows = layout.span_rows.iter().map(|&row| row as usize).collect();
         step.spans = (0..spans)
@@ -937,7 +988,8 @@ impl Backend for CudaBackend {
             .collect();
         *self.prepared() = Recorded { rows, spans };
         step.wanted = layout.wanted.len();
-        step.sampled = Samples::Host(Vec::new());
+        step.drafts = (layout.previous.len(), layout.drafts.len());
+        step.sampled = Samples::default();
 
         let mut guard = step.staged.lock().expect("no thread panics with a step");
         let staged = &mut *guard;
@@ -954,14 +1006,9 @@ impl Backend for CudaBackend {
         put(Offsets::POSITIONS, &mut layout.positions.iter().copied());
         put(Offsets::SLOTS, &mut layout.slots.iter().copied());
         put(Offsets::WANTED, &mut layout.wanted.iter().copied());
-        put(
-            Offsets::TAKE_ROWS,
-            &mut layout.previous.iter().map(|taken| taken.0),
-        );
-        put(
-            Offsets::TAKE_INDICES,
-            &mut layout.previous.iter().map(|taken| taken.1),
-        );
+        let taken = || layout.previous.iter().chain(&layout.drafts);
+        put(Offsets::TAKE_ROWS, &mut taken().map(|taken| taken.0));
+        put(Offsets::TAKE_INDICES, &mut taken().map(|taken| taken.1));
         let meta = |span: usize| {
             let [start, end, first_page] = step.spans[span];
             (start..end)
@@ -986,28 +1033,8 @@ impl Backend for CudaBackend {
         }
 
         let device = self.device();
-        let base = step.arrays.address();
-        if offsets.words() * 4 <= ONE_COPY {
-            device.queue_upload(base, &staged.words, 0, offsets.words() * 4)?;
-        } else {
-            let arrays = [
-                Offsets::IDS,
-                Offsets::POSITIONS,
-                Offsets::SLOTS,
-                Offsets::WANTED,
-                Offsets::TAKE_ROWS,
-                Offsets::TAKE_INDICES,
-                Offsets::ROW_META,
-                Offsets::GROUPS[0],
-                Offsets::GROUPS[1],
-            ];
-            for array in arrays {
-                let at = offsets.at(array) * 4;
-                device.queue_upload(base + at as Address, &staged.words, at, rows * array.1 * 4)?;
-            }
-            let (at, bytes) = (offsets.tables() * 4, spans * offsets.table_width * 4);
-            device.queue_upload(base + at as Address, &staged.words, at, bytes)?;
-        }
+        let bytes = offsets.words() * 4;
+        device.queue_upload(step.arrays.address(), &staged.words, 0, bytes)?;
         staged.copied.record()?;
         if !layout.previous.is_empty() {
             let Some(previous) = previous else {
@@ -1027,6 +1054,18 @@ impl Backend for CudaBackend {
             )?;
         }
         Ok(())
+    }
+
+    fn take_drafts(&self, step: &mut CudaStep, from: &CudaStep) -> Result<()> {
+        let (first, count) = step.drafts;
+        let at = |array| step.address(array) + (4 * first) as Address;
+        self.ops.take_tokens(
+            step.address(Offsets::IDS),
+            from.tokens.address(),
+            at(Offsets::TAKE_ROWS),
+            at(Offsets::TAKE_INDICES),
+            count,
+        )
     }
 
     fn embed(&self, out: &mut CudaTensor, table: &CudaWeight, step: &CudaStep) -> Result<()> {
@@ -1312,60 +1351,63 @@ impl Backend for CudaBackend {
                 logits.rows
             )));
         }
+        step.sampled = Samples::default();
         let plain = |sampler: &Option<RowSampler>| {
             sampler
                 .as_ref()
                 .is_some_and(|s| is_plain_argmax(s, logits.width))
         };
+        let limits = rows.iter().flatten();
+        let limits: Vec<usize> = limits.map(|s| s.vocabulary.min(logits.width)).collect();
+        let tokens = step.tokens.address();
+        let mut host = Vec::new();
         if rows.iter().all(plain) {
-            self.ops.argmax(
-                step.tokens.address(),
-                logits.at(),
-                [rows.len(), logits.width],
-            )?;
-            self.device()
-                .queue_download(&step.read, 0, step.tokens.address(), rows.len() * 4)?;
-            step.done.record()?;
-            step.sampled = Samples::Device(rows.len());
-            return Ok(());
-        }
-        let values = self.download(logits)?;
-        let mut sampled = Vec::with_capacity(rows.len());
-        for (sampler, row) in rows.iter().zip(values.chunks(logits.width.max(1))) {
-            if let Some(sampler) = sampler {
-                sampled.push(sampler.sample(row)?);
+            let shape = [rows.len(), logits.width];
+            self.ops.argmax(tokens, logits.at(), shape)?;
+        } else {
+            let plan = SamplePlan::new(rows, logits.width);
+            if plan.rows() > 0 {
+                let words = self.stage(&mut step.sampling, &plan)?;
+                let shape = [logits.rows, logits.width];
+                self.ops.sample(tokens, logits.at(), shape, &plan, words)?;
+            }
+            for &(row, place) in plan.host() {
+                let mut bytes = vec![0; logits.width * logits.kind.bytes()];
+                let from = logits.column(row * logits.width);
+                self.device().download(from, &mut bytes)?;
+                let Some(sampler) = &rows[row] else {
+                    return Err(Error::Bug(format!("row {row} has no sampler")));
+                };
+                let sampled = sampler.sample(&decoded(logits.kind, &bytes))?;
+                let to = tokens + (place * 4) as Address;
+                self.device().upload(to, &sampled.token.to_le_bytes())?;
+                host.push((place, sampled));
             }
         }
-        let tokens: Vec<u8> = sampled
-            .iter()
-            .flat_map(|sampled| sampled.token.to_le_bytes())
-            .collect();
-        self.device().upload(step.tokens.address(), &tokens)?;
-        step.sampled = Samples::Host(sampled);
+        self.device()
+            .queue_download(&step.read, 0, tokens, limits.len() * 4)?;
+        step.done.record()?;
+        step.sampled = Samples { limits, host };
         Ok(())
     }
 
     fn read_samples(&self, step: &CudaStep) -> Result<Vec<Sampled>> {
-        let count = match &step.sampled {
-            Samples::Host(sampled) => return Ok(sampled.clone()),
-            Samples::Device(count) => *count,
-        };
+        let Samples { limits, host } = &step.sampled;
         step.done.wait()?;
-        let sampled = |&token: &i32| match u32::try_from(token) {
-            Ok(token) if token != i32::MAX as u32 => Ok(Sampled {
-                token,
+        let mut host = host.iter().peekable();
+        let read = step.read.read_words().iter().zip(limits).enumerate();
+        let sampled = read.map(|(place, (&code, &limit))| {
+            if let Some((_, sampled)) = host.next_if(|sampled| sampled.0 == place) {
+                return Ok(sampled.clone());
+            }
+            Ok(Sampled {
+                token: sampling::token(code, limit)?,
                 logprob: None,
                 top: Vec::new(),
                 drawn_from: None,
-            }),
-            _ => Err(Error::Bug(
-                "a row of logits holds no number to choose".to_owned(),
-            )),
-        };
-        step.read.read_words()[..count]
-            .iter()
-            .map(sampled)
-            .collect()
+            })
+        });
+        sampled.collect()
     }
 
     fn add_rms_norm(

@@ -2,7 +2,8 @@
 //! the driver alone. It knows shapes and numbers, never model names.
 //!
 //! Read [`kernels`] for what runs on the device, [`ops`] for how each kernel is launched and why with that
-//! tile, [`driver`] for the little that is needed of CUDA, [`store`] for where machine code comes from.
+//! tile, [`driver`] for the little that is needed of CUDA, [`store`] for where machine code comes from, [`sampling`]
+//! for what of sampling is done on the device.
 
 mod backend;
 pub mod ceiling;
@@ -11,6 +12,7 @@ pub mod driver;
 pub mod kernels;
 pub mod ops;
 pub mod pack;
+pub mod sampling;
 pub mod sass;
 pub mod store;
 

@@ -4,12 +4,13 @@
 //! Tiles may depend on the number of rows, since sums do not (see `kernels/linear.rs`); what a sum's order
 //! does depend on, [`splits`] and the 256-key block, depends on shapes alone.
 
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use tileinfer::Result;
 
-use crate::driver::{Address, Argument, Device, Memory};
+use crate::driver::{Address, Argument, Device, Event, Memory};
 use crate::kernels::{self, Type, Variant};
+use crate::sampling;
 use crate::store::{KernelOptions, KernelStore};
 
 /// Slots of a page that attention loads as one block; pages of other sizes are gathered, slowly.
@@ -34,8 +35,11 @@ pub struct Ops {
     kernels: KernelStore,
     partials: Memory,
     tickets: Memory,
+    sampling_tickets: Memory,
     /// Grown when a step needs more; older ones are kept, since a recording may use them.
     scratch: Mutex<Vec<Memory>>,
+    /// The kernels of [`Ops::time_kernels`] so far.
+    timed: Mutex<Option<Vec<(String, Event, Event)>>>,
 }
 
 /// How a linear layer is computed.
@@ -223,10 +227,13 @@ fn linear_plan_of(
 /// of 8 billion (see the log).
 pub fn linear_plan(shape: &LinearShape) -> LinearPlan {
     let rows = shape.rows;
-    // Where multiprocessors have a block each, leave room for one of the next layer; else for three.
-    let (_, split_columns) = splits(shape.kind, shape.n, shape.k);
-    let blocks = shape.n.div_ceil(64) * shape.k.div_ceil(split_columns);
-    let together = if blocks > 2 * 132 { 3 } else { 2 };
+    // Where few multiprocessors have a second block, leave room for one of the next layer; else for three.
+    let (splits, _) = splits(shape.kind, shape.n, shape.k);
+    let together = if shape.n.div_ceil(64) * splits >= 128 {
+        3
+    } else {
+        2
+    };
     match (shape.kind, shape.int8) {
         // A row is two rows of bytes.
         (_, true) => match rows {
@@ -239,11 +246,16 @@ pub fn linear_plan(shape: &LinearShape) -> LinearPlan {
         // One tile for all: plain multiplies and adds, whose order is the compiler's choice a tile.
         (Type::F32, false) => few_plan(shape, [64, 32, 16, 3], (4, 2)),
         (Type::Bf16, false) => match rows {
-            ..=16 => few_plan(shape, [64, 128, 16, 3], (4, together)),
+            ..=8 => few_plan(shape, [64, 128, 8, 3], (4, together)),
+            9..=16 => few_plan(shape, [64, 128, 16, 3], (4, together)),
             17..=32 => few_plan(shape, [64, 128, 32, 3], (4, 2)),
-            33..=64 => few_plan(shape, [64, 128, 64, 3], (4, 2)),
+            33..=64 => few_plan(shape, [64, 128, 64, 4], (4, 1)),
             65..=128 => few_plan(shape, [64, 128, 128, 3], (4, 1)),
-            // 4096 rows: 704 to 773 TFLOP/s. Too few such tiles leave multiprocessors idle.
+            // Too few large tiles leave multiprocessors idle, rows that do not fill a tile cost as if they did.
+            129..=192 if splits == 1 => many_plan(shape, [128, 64, 64, 4], (4, 2)),
+            193..=256 if splits == 1 => many_plan(shape, [128, 64, 128, 4], (8, 1)),
+            257..=320 => many_plan(shape, [256, 64, 64, 3], (8, 1)),
+            // 4096 rows: 704 to 773 TFLOP/s.
             _ if rows.div_ceil(128) * shape.n.div_ceil(256) >= 96 => {
                 many_plan(shape, [256, 64, 128, 4], (8, 1))
             }
@@ -494,12 +506,17 @@ impl Ops {
         let partials = device.alloc("partial sums", PARTIAL_BYTES)?;
         let tickets = device.alloc("tickets of partial sums", MOST_SPLIT_TILES * 4)?;
         device.queue_fill(tickets.address(), 0, MOST_SPLIT_TILES * 4)?;
+        let bytes = sampling::MOST_ROWS * 4;
+        let sampling_tickets = device.alloc("tickets of sampled rows", bytes)?;
+        device.queue_fill(sampling_tickets.address(), 0, bytes)?;
         Ok(Ops {
             device,
             kernels,
             partials,
             tickets,
+            sampling_tickets,
             scratch: Mutex::default(),
+            timed: Mutex::default(),
         })
     }
 
@@ -513,15 +530,56 @@ impl Ops {
         &self.kernels
     }
 
-    fn launch(&self, variant: &Variant, grid: [usize; 3], arguments: &[Argument]) -> Result<()> {
+    pub(crate) fn launch(
+        &self,
+        variant: &Variant,
+        grid: [usize; 3],
+        arguments: &[Argument],
+    ) -> Result<()> {
         if grid.contains(&0) {
             return Ok(());
         }
         let function = self.kernels.get(variant)?;
+        let start = self.mark()?;
         // SAFETY: the ops below list the arguments as the entry points declare them, with addresses of
         // arrays of the sizes given; alignment is promised only where `Variant::aligned` was computed from
         // the sizes, and tensors begin at multiples of 256 bytes.
-        unsafe { self.device.launch(&function, grid, arguments) }
+        unsafe { self.device.launch(&function, grid, arguments)? };
+        if let (Some(start), Some(end)) = (start, self.mark()?) {
+            let name = format!("{variant} {grid:?}");
+            self.timed()
+                .get_or_insert_default()
+                .push((name, start, end));
+        }
+        Ok(())
+    }
+
+    fn timed(&self) -> MutexGuard<'_, Option<Vec<(String, Event, Event)>>> {
+        self.timed.lock().expect("no thread panics with times")
+    }
+
+    /// A mark in the queue, while kernels are timed.
+    fn mark(&self) -> Result<Option<Event>> {
+        if self.timed().is_none() {
+            return Ok(None);
+        }
+        let mark = self.device.event()?;
+        mark.record()?;
+        Ok(Some(mark))
+    }
+
+    /// Milliseconds that each kernel takes which `body` queues, by name and grid. The marks between them keep a kernel
+    /// from starting while the one before it ends, so all together they take longer than without.
+    pub fn time_kernels(&self, body: &mut dyn FnMut() -> Result<()>) -> Result<Vec<(String, f32)>> {
+        *self.timed() = Some(Vec::new());
+        let queued = body();
+        let timed = self.timed().take().unwrap_or_default();
+        queued?;
+        self.device.synchronize()?;
+        let times = timed.into_iter();
+        times
+            .map(|(name, start, end)| Ok((name, start.milliseconds_to(&end)?)))
+            .collect()
     }
 
     /// `y = then(W x + bias)`, `W` `[n, k]`.
@@ -899,8 +957,13 @@ impl Ops {
         self.launch(&argmax_variant(vocab), [rows, 1, 1], &arguments)
     }
 
+    /// A zero for each row that is sampled at once.
+    pub(crate) fn sampling_tickets(&self) -> Address {
+        self.sampling_tickets.address()
+    }
+
     /// Memory that is the current op's until the next op that asks for some.
-    fn scratch(&self, bytes: usize) -> Result<Address> {
+    pub(crate) fn scratch(&self, bytes: usize) -> Result<Address> {
         let mut scratch = self
             .scratch
             .lock()
@@ -939,7 +1002,7 @@ pub fn catalog() -> Vec<Variant> {
                 (kind, Then::GatedSilu),
                 (kind, Then::Xielu([0.0; 4])),
             ] {
-                for rows in [1, 16, 32, 64, 128, 200, 4096] {
+                for rows in [1, 16, 32, 64, 128, 150, 200, 300, 4096] {
                     // Cut into splits, and not.
                     for [n, k] in [[4096, 4096], [4096, 256], [24576, 4096], [151_936, 4096]] {
                         let shape = [rows, n + 2 * odd, k];
@@ -1015,6 +1078,7 @@ pub fn catalog() -> Vec<Variant> {
             argmax_parts_variant(vocab + 1),
             argmax_variant(vocab),
         ]);
+        all.extend(sampling::variants(vocab));
     }
     all.push(Variant::new(&kernels::TAKE_TOKENS, &[], &[]));
     let mut seen = std::collections::HashSet::new();
@@ -1175,7 +1239,7 @@ mod tests {
         ] {
             for kind in [Type::Bf16, Type::F32] {
                 let (q, kv) = (heads * head_dim, kv_heads * head_dim);
-                for rows in [1, 16, 17, 32, 64, 100, 129, 200, 512, 700, 4096] {
+                for rows in [1, 8, 16, 17, 32, 64, 100, 129, 200, 300, 512, 700, 4096] {
                     for (out, n, k, then) in [
                         (kind, q + 2 * kv, hidden, Then::Nothing),
                         (kind, 2 * wide, hidden, Then::GatedSilu),
@@ -1219,6 +1283,7 @@ mod tests {
             }
             has(argmax_parts_variant(vocab));
             has(argmax_variant(vocab));
+            sampling::variants(vocab).into_iter().for_each(has);
         }
     }
 }

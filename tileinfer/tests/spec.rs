@@ -4,29 +4,35 @@
 use std::collections::HashMap;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::mpsc::channel;
-use std::time::Duration;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
+use tileinfer::backend::{ComputeType, ReferenceBackend};
+use tileinfer::config::ModelConfig;
 use tileinfer::engine::{
     Ended, Engine, EngineOptions, Event, FinishReason, GenerationOptions, Request, StepLoop,
 };
 use tileinfer::generate::{Generated, answer, generate};
 use tileinfer::kv::{BlockTable, PagePool, Sequence};
+use tileinfer::model::{DFlashDrafter, DecoderLM, LoadOptions};
 use tileinfer::runner::{
-    Batch, FakeOptions, FakeRunner, Input, Rows, Runner, RunnerLimits, Span, StepOutput, Ticket,
-    Want,
+    Batch, Block, FakeOptions, FakeRunner, Input, ModelRunner, Rows, Runner, RunnerLimits,
+    RunnerOptions, Span, StepOutput, Ticket, Want,
 };
 use tileinfer::sampling::{
-    Distribution, Draw, RowSampler, SampleRow, SamplingParams, Scratch, TokenCounts, distribution,
+    Distribution, Draw, RowSampler, SampleRow, Sampled, SamplingParams, Scratch, TokenCounts,
+    distribution,
 };
 use tileinfer::spec::{
-    Ask, DraftProposer, Drafts, NgramProposer, Proposer, Speculation, check_vocabulary,
+    Ask, DFlashProposer, DraftProposer, Drafts, NgramProposer, Proposer, Speculation,
+    check_vocabulary,
 };
-use tileinfer::testing::Numbers;
+use tileinfer::testing::{Numbers, random_dflash};
 use tileinfer::tokenizer::Tokenizer;
+use tileinfer::weights::HostModel;
 use tileinfer::{ErrorKind, Result};
 
 fn golden() -> PathBuf {
@@ -111,6 +117,53 @@ fn looked_up(tokens: &[u32], k: usize, max: usize, min: usize) -> Vec<u32> {
     Vec::new()
 }
 
+/// The least of three times that `body` takes.
+fn least(mut body: impl FnMut()) -> Duration {
+    let once = || {
+        let start = Instant::now();
+        body();
+        start.elapsed()
+    };
+    std::iter::repeat_with(once)
+        .take(3)
+        .min()
+        .unwrap_or_default()
+}
+
+#[test]
+fn a_long_prompt_is_read_once() {
+    const PROMPT: usize = 100_000;
+    const ANSWER: usize = 4000;
+    // Words as often as in a language: a few make up most of a text.
+    let mut numbers = Numbers::new(7);
+    let mut word = || (32_000f32.powf(numbers.below(1 << 16) as f32 / 65536.0) - 1.0) as u32;
+    let text: Vec<u32> = (0..PROMPT + ANSWER).map(|_| word()).collect();
+    let read = || {
+        let mut proposer = NgramProposer::new(8, 3, 1).unwrap();
+        proposer.propose_after(1, &text[..PROMPT], 8);
+        proposer
+    };
+    let whole = least(|| drop(read()));
+    let mut found = 0;
+    let answer = least(|| {
+        let mut proposer = read();
+        for end in PROMPT..PROMPT + ANSWER {
+            found += proposer.propose_after(1, &text[..end], 8).len();
+        }
+    });
+    assert!(found > ANSWER);
+    let scan = least(|| drop(looked_up(&text[..PROMPT], 8, 3, 1)));
+    println!(
+        "{PROMPT} tokens: read in {whole:?}, with {ANSWER} tokens after in {answer:?}; a search takes {scan:?}"
+    );
+    // Reading the prompt costs less than a hundred searches, and a token more next to nothing.
+    assert!(whole < 100 * scan, "{whole:?}, {scan:?} a search");
+    assert!(
+        answer < scan * ANSWER as u32 / 4,
+        "{answer:?}, {scan:?} a search"
+    );
+}
+
 #[test]
 fn an_index_that_grows_with_the_text_finds_what_a_search_finds() {
     let mut numbers = Numbers::new(3);
@@ -170,11 +223,9 @@ impl Proposer for Teller {
                     *token = self.numbers.below(self.vocabulary) as u32;
                 }
             }
-            let read = 0;
             drafts.push(Drafts {
                 tokens,
-                drawn_from: Vec::new(),
-                read,
+                ..Drafts::default()
             });
         }
         Ok(drafts)
@@ -190,6 +241,8 @@ fn any_fake(numbers: &mut Numbers) -> FakeOptions {
         // Few tokens in sight make a text that repeats itself.
         window: [None, Some(1), Some(2)][numbers.below(3)],
         depth: 1 + numbers.below(2),
+        block_size: 2 + numbers.below(6),
+        drafter_blur: [0.0, 0.2, 1.0][numbers.below(3)],
         ..FakeOptions::default()
     }
 }
@@ -242,9 +295,13 @@ fn any_speculation(
     fake: &FakeOptions,
     answers: HashMap<Vec<u32>, Vec<u32>>,
 ) -> Speculation {
-    let speculation = match numbers.below(3) {
+    let speculation = match numbers.below(4) {
         0 => Speculation::new(NgramProposer::new(1 + numbers.below(6), 3, 1).unwrap()),
         1 => Speculation::new(draft_model(numbers, fake)),
+        2 => {
+            let k = 1 + numbers.below(fake.block_size - 1);
+            Speculation::new(DFlashProposer::new(&FakeRunner::new(fake), Some(k), false).unwrap())
+        }
         _ => Speculation::new(Teller {
             answers,
             k: 1 + numbers.below(9),
@@ -262,7 +319,7 @@ fn any_speculation(
 #[test]
 fn no_draft_changes_a_token() {
     let (mut accepted, mut rejected) = (0, 0);
-    for seed in 0..600 {
+    for seed in 0..800 {
         let mut numbers = Numbers::new(seed);
         let fake = any_fake(&mut numbers);
         let (prompt, options) = any_request(&mut numbers, &fake);
@@ -363,15 +420,128 @@ fn a_crowd_answers_as_each_alone_does() {
     assert!(accepted > 500, "{accepted}");
 }
 
+/// What a runner is asked, in order.
+type Calls = Arc<Mutex<Vec<&'static str>>>;
+
+/// A runner with a list of what it was asked.
+struct Watched {
+    inner: FakeRunner,
+    calls: Calls,
+}
+
+impl Watched {
+    fn note(&self, call: &'static str) {
+        self.calls.lock().unwrap().push(call);
+    }
+}
+
+impl Runner for Watched {
+    fn device(&self) -> String {
+        self.inner.device()
+    }
+
+    fn limits(&self) -> &RunnerLimits {
+        self.inner.limits()
+    }
+
+    fn launch(&mut self, batch: &Batch) -> Result<Ticket> {
+        self.note("launch");
+        self.inner.launch(batch)
+    }
+
+    fn read(&mut self, ticket: Ticket) -> Result<StepOutput> {
+        self.note("read");
+        self.inner.read(ticket)
+    }
+
+    fn block_size(&self) -> Option<usize> {
+        self.inner.block_size()
+    }
+
+    fn draft(&mut self, blocks: &[Block]) -> Result<()> {
+        self.note("draft");
+        self.inner.draft(blocks)
+    }
+
+    fn read_drafts(&mut self) -> Result<Vec<Vec<Sampled>>> {
+        self.note("read drafts");
+        self.inner.read_drafts()
+    }
+}
+
+#[test]
+fn a_round_waits_for_the_device_once() {
+    let penalties = SamplingParams {
+        temperature: 0.3,
+        presence_penalty: 0.5,
+        ..SamplingParams::default()
+    };
+    let drawn = SamplingParams {
+        temperature: 0.3,
+        ..SamplingParams::default()
+    };
+    for depth in [1, 2] {
+        // Who has to know the drafts before they are verified: whoever counts tokens, and the p/q rule.
+        for (params, sample, knows) in [
+            (SamplingParams::default(), true, false),
+            (drawn.clone(), false, false),
+            (drawn.clone(), true, true),
+            (penalties.clone(), false, true),
+        ] {
+            let fake = FakeOptions {
+                vocabulary: 12,
+                block_size: 6,
+                drafter_blur: 0.05,
+                depth,
+                ..FakeOptions::default()
+            };
+            let calls = Calls::default();
+            let runner = Watched {
+                inner: FakeRunner::new(&fake),
+                calls: calls.clone(),
+            };
+            let proposer = DFlashProposer::new(&runner, None, sample).unwrap();
+            let mut steps =
+                StepLoop::new(Box::new(runner)).with_speculation(Speculation::new(proposer));
+            let options = options(params, 3, 60);
+            let found = run(&mut steps, &[1, 2, 3], &options);
+            let plain = run(
+                &mut StepLoop::new(Box::new(FakeRunner::new(&fake))),
+                &[1, 2, 3],
+                &options,
+            );
+            if !(sample && knows) {
+                assert_eq!(found.tokens, plain.tokens);
+            }
+            let stats = found.stats.spec.unwrap();
+            assert!(
+                stats.accepted > 10 && stats.accepted < stats.drafted,
+                "{stats:?}"
+            );
+            let calls = calls.lock().unwrap();
+            let rounds: Vec<_> = calls.split(|&call| call == "draft").skip(1).collect();
+            assert!(rounds.len() >= stats.steps && stats.steps > 5);
+            let round: &[_] = match knows {
+                true => &["read drafts", "launch", "read"],
+                false => &["launch", "read"],
+            };
+            // The last token may have no room for drafts behind it.
+            for calls in &rounds[..rounds.len() - 1] {
+                assert_eq!(calls, &round, "depth {depth}, {options:?}");
+            }
+        }
+    }
+}
+
 /// The distribution of the token after `tokens`, of which the first `prompt` were read.
 fn next_token(
-    fake: &FakeOptions,
+    runner: &mut dyn Runner,
     tokens: &[u32],
     prompt: usize,
     params: &SamplingParams,
 ) -> Distribution {
-    let mut runner = FakeRunner::new(fake);
-    let mut sequence = Sequence::new(&PagePool::new(fake.pages), fake.page_size);
+    let (pages, page_size) = (runner.limits().pages, runner.limits().kv.page_size);
+    let mut sequence = Sequence::new(&PagePool::new(pages), page_size);
     sequence.reserve(0, tokens.len()).unwrap();
     let want = Want {
         rows: Rows::Last,
@@ -400,7 +570,7 @@ fn next_token(
 
 /// The probability of every continuation of `length` tokens.
 fn law(
-    fake: &FakeOptions,
+    runner: &mut dyn Runner,
     prompt: &[u32],
     params: &SamplingParams,
     length: usize,
@@ -410,7 +580,7 @@ fn law(
         let mut longer = HashMap::new();
         for (tokens, probability) in all {
             let text = [prompt, &tokens].concat();
-            let next = next_token(fake, &text, prompt.len(), params);
+            let next = next_token(runner, &text, prompt.len(), params);
             for (&id, &p) in next.ids.iter().zip(&next.probs) {
                 let tokens = [&tokens[..], &[id]].concat();
                 longer.insert(tokens, probability * f64::from(p));
@@ -449,15 +619,42 @@ fn distance(counts: &HashMap<Vec<u32>, u32>, law: &HashMap<Vec<u32>, f64>, round
     (statistic - freedom) / (2.0 * freedom).sqrt()
 }
 
-#[test]
-fn drawn_drafts_leave_the_distribution_as_it_is() {
-    const ROUNDS: u32 = 5000;
-    const LENGTH: usize = 4;
+/// Tokens of the texts whose law is known.
+const LENGTH: usize = 4;
+
+/// How often each text of [`LENGTH`] tokens comes after `prompt`, and that drafts are accepted and refused.
+fn drawn(
+    steps: &mut StepLoop,
+    prompt: &[u32],
+    params: &SamplingParams,
+    rounds: u32,
+) -> HashMap<Vec<u32>, u32> {
+    let mut counts = HashMap::new();
+    let (mut drafted, mut accepted) = (0, 0);
+    for seed in 0..rounds {
+        // One token more, so that three drafts are worth verifying after the first.
+        let options = options(params.clone(), u64::from(seed), LENGTH + 1);
+        let mut generated = run(steps, prompt, &options);
+        generated.tokens.truncate(LENGTH);
+        *counts.entry(generated.tokens).or_insert(0) += 1;
+        let stats = generated.stats.spec.unwrap();
+        drafted += stats.drafted;
+        accepted += stats.accepted;
+    }
+    assert!(
+        accepted > drafted / 5 && drafted > accepted + rounds as usize / 5,
+        "{params:?}: {accepted} of {drafted}"
+    );
+    counts
+}
+
+/// Parameters of every kind, and all kinds together.
+fn every_sampling() -> [SamplingParams; 7] {
     let plain = SamplingParams {
         temperature: 2.0,
         ..SamplingParams::default()
     };
-    let all = [
+    [
         plain.clone(),
         SamplingParams {
             top_k: 3,
@@ -491,7 +688,12 @@ fn drawn_drafts_leave_the_distribution_as_it_is() {
             frequency_penalty: 0.5,
             logit_bias: vec![(2, 1.0)],
         },
-    ];
+    ]
+}
+
+#[test]
+fn drawn_drafts_leave_the_distribution_as_it_is() {
+    const ROUNDS: u32 = 5000;
     let fake = FakeOptions {
         vocabulary: 6,
         pages: 32,
@@ -502,27 +704,68 @@ fn drawn_drafts_leave_the_distribution_as_it_is() {
         ..fake.clone()
     };
     let prompt = [3, 1, 1, 5, 0];
-    for params in all {
+    for params in every_sampling() {
         let draft = DraftProposer::new(Box::new(FakeRunner::new(&blurred)), 3, true).unwrap();
         let mut steps = StepLoop::new(Box::new(FakeRunner::new(&fake)))
             .with_speculation(Speculation::new(draft));
-        let mut counts = HashMap::new();
-        let (mut drafted, mut accepted) = (0, 0);
-        for seed in 0..ROUNDS {
-            // One token more, so that three drafts are worth verifying after the first.
-            let options = options(params.clone(), u64::from(seed), LENGTH + 1);
-            let mut generated = run(&mut steps, &prompt, &options);
-            generated.tokens.truncate(LENGTH);
-            *counts.entry(generated.tokens).or_insert(0) += 1;
-            let stats = generated.stats.spec.unwrap();
-            drafted += stats.drafted;
-            accepted += stats.accepted;
-        }
-        assert!(accepted > drafted / 5 && drafted > accepted + 1000);
-        let ours = distance(&counts, &law(&fake, &prompt, &params, LENGTH), ROUNDS);
+        let counts = drawn(&mut steps, &prompt, &params, ROUNDS);
+        let law = |fake| law(&mut FakeRunner::new(fake), &prompt, &params, LENGTH);
+        let ours = distance(&counts, &law(&fake), ROUNDS);
         assert!(ours < 4.0, "{params:?}: {ours}");
         // The draft model's own law is another one, so this would show.
-        let theirs = distance(&counts, &law(&blurred, &prompt, &params, LENGTH), ROUNDS);
+        let theirs = distance(&counts, &law(&blurred), ROUNDS);
+        assert!(theirs > 30.0, "{params:?}: {theirs}");
+    }
+}
+
+/// Six tokens, two layers: small enough that the probability of every short text can be computed.
+const TINY: &str = r#"{
+    "model_type": "qwen3", "vocab_size": 6, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    "max_position_embeddings": 32, "tie_word_embeddings": false, "hidden_act": "silu"
+}"#;
+
+#[test]
+fn drafts_drawn_by_dflash_leave_the_distribution_as_it_is() {
+    const ROUNDS: u32 = 3000;
+    let config = ModelConfig::from_json(TINY, "tiny").unwrap();
+    let host = HostModel::random(&config, 3);
+    let (dflash, weights) = random_dflash(&config, 2, 5, 4);
+    let runner = || {
+        let backend = ReferenceBackend::new(ComputeType::F32);
+        let load = LoadOptions::new(32);
+        let model = DecoderLM::load(&backend, &config, &host, &load, &mut |_, _| ()).unwrap();
+        let (embedding, head) = (model.embedding.clone(), model.head.clone());
+        let drafter = DFlashDrafter::load(
+            &backend,
+            dflash.clone(),
+            &weights,
+            &config,
+            embedding,
+            head,
+            32,
+        );
+        let options = RunnerOptions::for_length(32);
+        ModelRunner::with_dflash(backend, model, drafter.unwrap(), &options).unwrap()
+    };
+    let prompt = [3, 1, 1, 5, 0];
+    for params in every_sampling() {
+        let runner = runner();
+        let proposer = DFlashProposer::new(&runner, Some(3), true).unwrap();
+        let mut steps =
+            StepLoop::new(Box::new(runner)).with_speculation(Speculation::new(proposer));
+        let counts = drawn(&mut steps, &prompt, &params, ROUNDS);
+        steps.set_speculation(None);
+        let law = law(steps.runner().unwrap(), &prompt, &params, LENGTH);
+        let ours = distance(&counts, &law, ROUNDS);
+        assert!(ours < 4.0, "{params:?}: {ours}");
+        // Of another law, this would show: with any other bias.
+        let other = SamplingParams {
+            logit_bias: vec![(2, 1.0), (0, 3.0)],
+            ..params.clone()
+        };
+        let other = self::law(steps.runner().unwrap(), &prompt, &other, LENGTH);
+        let theirs = distance(&counts, &other, ROUNDS);
         assert!(theirs > 30.0, "{params:?}: {theirs}");
     }
 }

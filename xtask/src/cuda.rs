@@ -306,7 +306,7 @@ pub(crate) fn bundle(root: &Path, arguments: &BundleArguments) -> Result<()> {
             .with_context(|| format!("cannot copy {}", from.display()))
             .map(|_| ())
     };
-    for program in ["gpu-check", "gpu-bench", "gpu-rival"] {
+    for program in ["gpu-check", "gpu-bench", "gpu-rival", "gpu-spec"] {
         copy(root.join("target/debug").join(program), program)?;
     }
     let pack = format!("tileinfer-{arch}.pack");
@@ -314,6 +314,10 @@ pub(crate) fn bundle(root: &Path, arguments: &BundleArguments) -> Result<()> {
     copy_tree(
         &root.join("testdata/golden/models"),
         &folder.path().join("golden/models"),
+    )?;
+    copy_tree(
+        &root.join("testdata/golden/dflash"),
+        &folder.path().join("golden/dflash"),
     )?;
     copy_tree(
         &root.join("testdata/golden/expected"),

@@ -2,8 +2,8 @@
 //! the tensor throughput measured in the same run, and the rule that a recorded step gives what an eager one
 //! gives.
 //!
-//! `gpu-bench [--toolkit DIR] [--int8] [--int8-cache] PACK_FOLDER MODEL_FOLDER`, where the model's folder holds
-//! a `config.json`.
+//! `gpu-bench [--toolkit DIR] [--int8] [--int8-cache] [--profile] PACK_FOLDER MODEL_FOLDER`, where the model's folder
+//! holds a `config.json`; with `--profile`, what each kernel of some steps takes as well.
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -36,14 +36,15 @@ fn main() {
     }
     let mut flag = |name: &str| arguments.next_if(|argument| argument == name).is_some();
     let (int8, int8_cache) = (flag("--int8"), flag("--int8-cache"));
+    let profile = flag("--profile");
     options
         .kernels
         .pack_folders
         .extend(arguments.next().map(PathBuf::from));
     let result = match arguments.next() {
-        Some(model) => run(&options, &PathBuf::from(model), int8, int8_cache),
+        Some(model) => run(&options, &PathBuf::from(model), int8, int8_cache, profile),
         None => Err(Error::usage(
-            "usage: gpu-bench [--toolkit DIR] [--int8] [--int8-cache] PACK_FOLDER MODEL_FOLDER",
+            "usage: gpu-bench [--toolkit DIR] [--int8] [--int8-cache] [--profile] PACK_FOLDER MODEL_FOLDER",
         )),
     };
     if let Err(error) = result {
@@ -72,6 +73,7 @@ fn run(
     folder: &std::path::Path,
     int8: bool,
     int8_cache: bool,
+    profile: bool,
 ) -> Result<()> {
     let backend = CudaBackend::open(ComputeType::Bf16, options)?;
     let config = ModelConfig::from_dir(folder)?;
@@ -143,7 +145,8 @@ fn run(
         weights / 1e9
     );
     bench.same_text()?;
-    for (context, new, sequences) in [
+    bench.crowd()?;
+    let mut steps: Vec<_> = [
         (128, 1, 1),
         (4096, 1, 1),
         (32768, 1, 1),
@@ -156,8 +159,23 @@ fn run(
         (1024, 1, 64),
         (512, 512, 1),
         (4096, 4096, 1),
-    ] {
-        bench.step(context, new, sequences)?;
+    ]
+    .map(|(context, new, sequences)| {
+        let name = format!("{sequences:3} x {new:4} rows at {context:5}");
+        (name, vec![(context, new); sequences])
+    })
+    .into();
+    for prompt in [65, 129, 193, 257] {
+        let spans = [vec![(640, 1); 63], vec![(512, prompt)]].concat();
+        steps.push((format!("63 x 1 at 640 + {prompt:3} of a prompt"), spans));
+    }
+    for (name, spans) in &steps {
+        bench.step(name, spans)?;
+    }
+    if profile {
+        for i in [0, 9, 10, steps.len() - 1] {
+            bench.profile(&steps[i].0, &steps[i].1)?;
+        }
     }
     for name in bench.backend.ops().kernels().compiled() {
         println!("not in the pack: {name}");
@@ -166,20 +184,22 @@ fn run(
 }
 
 impl Bench {
-    /// The last `new` rows of each of `sequences` sequences of `context` positions; the last row's logits.
-    fn layout(context: usize, new: usize, sequences: usize) -> StepLayout {
-        let width = context.div_ceil(PAGE);
+    /// The last rows of sequences, given as positions and how many of them are rows; the last rows' logits. Each
+    /// sequence has pages of its own, from number `first` on.
+    fn layout(first: usize, spans: &[(usize, usize)]) -> StepLayout {
+        let width = spans.iter().map(|span| span.0.div_ceil(PAGE)).max();
+        let width = width.unwrap_or(0);
         let mut layout = StepLayout {
             span_rows: vec![0],
             table_width: width,
             ..StepLayout::default()
         };
-        for sequence in 0..sequences {
+        for (i, &(context, new)) in spans.iter().enumerate() {
             // Scattered, each page once: 7919 is prime and does not divide the number of pages.
-            let page = |i: usize| ((sequence * width + i) * 7919 % (POSITIONS / PAGE)) as u32;
+            let page = |at: usize| ((first + i * width + at) * 7919 % (POSITIONS / PAGE)) as u32;
             layout.tables.extend((0..width).map(page));
             for position in context - new..context {
-                layout.ids.push((position * 31 % 1000) as u32);
+                layout.ids.push(((first + i + position) * 31 % 1000) as u32);
                 layout.positions.push(position as u32);
                 layout
                     .slots
@@ -217,9 +237,9 @@ impl Bench {
     fn same_text(&mut self) -> Result<()> {
         let vocabulary = self.model.head_rows;
         let last = |logits: Vec<u32>| logits[logits.len() - vocabulary..].to_vec();
-        let whole = last(self.logits(&Self::layout(300, 300, 1))?);
-        let sixteen = last(self.logits(&Self::layout(300, 16, 1))?);
-        let one = last(self.logits(&Self::layout(300, 1, 1))?);
+        let whole = last(self.logits(&Self::layout(0, &[(300, 300)]))?);
+        let sixteen = last(self.logits(&Self::layout(0, &[(300, 16)]))?);
+        let one = last(self.logits(&Self::layout(0, &[(300, 1)]))?);
         println!(
             "one row as 16 rows: {}, as a prefill of 300: {}",
             verdict(&one, &sixteen),
@@ -234,7 +254,7 @@ impl Bench {
             } else {
                 228
             };
-            let mut layout = Self::layout(300, 300 - start, 1);
+            let mut layout = Self::layout(0, &[(300, 300 - start)]);
             let rows = end - start;
             layout.ids.truncate(rows);
             layout.positions.truncate(rows);
@@ -245,13 +265,67 @@ impl Bench {
         }
         println!("a prefill in chunks: {}", verdict(&chunks, &whole));
         // Recorded at another context, replayed here.
-        self.begin(&Self::layout(700, 1, 1))?;
+        self.begin(&Self::layout(0, &[(700, 1)]))?;
         let graph = self.record()?;
-        self.begin(&Self::layout(300, 1, 1))?;
+        self.begin(&Self::layout(0, &[(300, 1)]))?;
         self.backend.replay(&graph)?;
         let replayed = self.backend.download(&self.workspace.logits)?;
         let replayed: Vec<u32> = replayed.into_iter().map(f32::to_bits).collect();
         println!("a recording as an eager step: {}", verdict(&replayed, &one));
+        Ok(())
+    }
+
+    /// Tokens of many sequences in one step, with a prompt beside them and without, and prompts of many lengths: the
+    /// bits that each row has alone.
+    fn crowd(&mut self) -> Result<()> {
+        const WIDTH: usize = 10;
+        let vocabulary = self.model.head_rows;
+        let contexts: Vec<usize> = (0..64).map(|i| 260 + 6 * i).collect();
+        // All tables as wide as the widest, so that a sequence has the same pages in every step.
+        let layout = |which: &[(usize, usize)]| {
+            let wide = |&(i, new): &(usize, usize)| {
+                let mut one = Self::layout(i * WIDTH, &[(contexts[i], new)]);
+                one.tables.resize(WIDTH, 0);
+                one
+            };
+            let mut all = StepLayout {
+                span_rows: vec![0],
+                table_width: WIDTH,
+                ..StepLayout::default()
+            };
+            for one in which.iter().map(wide) {
+                let before = all.positions.len() as u32;
+                all.ids.extend(one.ids);
+                all.positions.extend(one.positions);
+                all.slots.extend(one.slots);
+                all.tables.extend(one.tables);
+                all.first_pages.push(0);
+                all.span_rows.push(before + one.span_rows[1]);
+                all.wanted.push(before + one.wanted[0]);
+            }
+            all
+        };
+        let mut differ = 0;
+        for (i, &context) in contexts.iter().enumerate() {
+            let whole = self.logits(&layout(&[(i, context)]))?;
+            let one = self.logits(&layout(&[(i, 1)]))?;
+            differ += usize::from(one != whole);
+        }
+        println!("of 64 prompts of 260 to 638 tokens {differ} differ from their last row alone");
+        for beside in [0, 65, 129, 193, 257, 600] {
+            let mut rows: Vec<_> = (0..63).map(|i| (i, 1)).collect();
+            if beside > 0 {
+                rows.push((63, beside));
+            }
+            let together = self.logits(&layout(&rows))?;
+            let mut differ = 0;
+            for (&row, logits) in rows.iter().zip(together.chunks(vocabulary)) {
+                differ += usize::from(self.logits(&layout(&[row]))? != logits);
+            }
+            println!(
+                "63 sequences and {beside} rows of a prompt: {differ} differ from themselves alone"
+            );
+        }
         Ok(())
     }
 
@@ -285,13 +359,14 @@ impl Bench {
         Ok(all[times / 2])
     }
 
-    fn step(&mut self, context: usize, new: usize, sequences: usize) -> Result<()> {
-        let layout = Self::layout(context, new, sequences);
-        let rows = new * sequences;
+    fn step(&mut self, name: &str, spans: &[(usize, usize)]) -> Result<()> {
+        let layout = Self::layout(0, spans);
+        let rows = layout.rows();
         self.begin(&layout)?;
         let eager = self.time(5, Bench::forward)?;
-        let bytes = self.weights + self.position * (context * sequences) as f64;
-        let mut line = format!("{sequences:3} x {new:4} rows at {context:5}: eager {eager:8.3} ms");
+        let positions: usize = spans.iter().map(|span| span.0).sum();
+        let bytes = self.weights + self.position * positions as f64;
+        let mut line = format!("{name}: eager {eager:8.3} ms");
         let mut best = eager;
         if rows <= 64 {
             let graph = self.record()?;
@@ -305,15 +380,40 @@ impl Bench {
         }
         let linears = 2.0 * self.elements * rows as f64;
         let shape = self.model.layers[0].attention;
-        let seen = context as f64 - (new as f64 - 1.0) / 2.0;
+        let seen = |&(context, new): &(usize, usize)| {
+            new as f64 * (context as f64 - (new as f64 - 1.0) / 2.0)
+        };
+        let seen: f64 = spans.iter().map(seen).sum();
         let attention =
-            4.0 * (shape.heads * shape.head_dim * self.model.layers.len() * rows) as f64 * seen;
+            4.0 * (shape.heads * shape.head_dim * self.model.layers.len()) as f64 * seen;
         line += &format!(
             ", {:.2} of read, {:.0} TFLOP/s",
             bytes / (best / 1e3) / self.read,
             (linears + attention) / best / 1e9
         );
         println!("{line}");
+        Ok(())
+    }
+
+    /// What each kernel of a step takes, the most first.
+    fn profile(&mut self, name: &str, spans: &[(usize, usize)]) -> Result<()> {
+        self.begin(&Self::layout(0, spans))?;
+        let whole = self.time(3, Bench::forward)?;
+        let ops = self.backend.ops().clone();
+        let times = ops.time_kernels(&mut || self.forward())?;
+        let all: f32 = times.iter().map(|(_, time)| time).sum();
+        println!("{name}: {whole:.3} ms, kernel by kernel {all:.3}");
+        let mut sums = std::collections::BTreeMap::<_, (usize, f32)>::new();
+        for (kernel, time) in times {
+            let sum = sums.entry(kernel).or_default();
+            *sum = (sum.0 + 1, sum.1 + time);
+        }
+        let mut sums: Vec<_> = sums.into_iter().collect();
+        sums.sort_by(|a, b| b.1.1.total_cmp(&a.1.1));
+        for (kernel, (count, time)) in sums {
+            let each = 1e3 * time / count as f32;
+            println!("  {time:7.3} ms, {count:3} times {each:6.1} us: {kernel}");
+        }
         Ok(())
     }
 }

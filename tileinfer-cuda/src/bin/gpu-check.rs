@@ -4,6 +4,9 @@
 //! `gpu-check [--sweep | --times] [--toolkit DIR] PACK_FOLDER [GOLDEN_FOLDER]`; with `--sweep`, candidates for
 //! tiles instead, which takes a pack made with `tileinfer-kernels --sweep`; with `--times`, the times alone; with a toolkit, kernels that the pack lacks are compiled, and named at the end.
 
+#[path = "gpu-check/sampling.rs"]
+mod sampling;
+
 use std::panic::AssertUnwindSafe;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -127,7 +130,7 @@ impl Array {
 impl Checker {
     fn run(mut self) -> Result<usize> {
         println!("{:?}", self.ops.device().info());
-        let steps: [(&str, Check); 8] = [
+        let steps: [(&str, Check); 9] = [
             ("linear", Self::linear),
             ("int8", Self::int8),
             ("rows do not see their neighbours", Self::linear_bits),
@@ -136,6 +139,7 @@ impl Checker {
             ("heads", Self::heads),
             ("attention", Self::attention),
             ("argmax and gathers", Self::choices),
+            ("sampling", Self::sampling),
         ];
         for (name, step) in steps {
             println!("== {name}");

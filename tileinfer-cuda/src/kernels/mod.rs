@@ -17,6 +17,11 @@ mod activation;
 mod attention;
 #[allow(unreachable_pub)]
 mod bytes;
+// Values that only one of two constant branches writes are written before as well.
+#[allow(unused_assignments)]
+mod draw;
+#[allow(unreachable_pub)]
+mod exact;
 #[allow(unreachable_pub)]
 mod linear;
 mod linear_int8;
@@ -110,6 +115,12 @@ kernels! {
     ATTEND_WHOLE = attention::attend_whole(out queries head_dim; keys values key_bytes value_bytes key_scales value_scales factors);
     ARGMAX_PARTS = sample::argmax_parts(vocab; logits);
     ARGMAX = sample::argmax(; );
+    ADJUST = draw::adjust(; logits entries table);
+    SURVEY = draw::survey(; maxima broken state logits table masks);
+    SEARCH = draw::search(; state partials tickets logits maxima table);
+    TIES = draw::ties(; counts state logits table);
+    SCORE = draw::score(; best place state counts logits maxima table);
+    CHOOSE = draw::choose(; best place maxima broken table);
 }
 
 /// Everything the compiled code depends on that is not in a [`Variant`]: the text of the kernels.
@@ -118,6 +129,8 @@ const SOURCES: &[&str] = &[
     include_str!("activation.rs"),
     include_str!("attention.rs"),
     include_str!("bytes.rs"),
+    include_str!("draw.rs"),
+    include_str!("exact.rs"),
     include_str!("linear.rs"),
     include_str!("linear_int8.rs"),
     include_str!("norm.rs"),

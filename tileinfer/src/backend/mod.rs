@@ -131,11 +131,13 @@ impl RopeTable {
 pub struct StepLayout {
     /// First row of each span and, last, the number of rows: spans + 1 entries.
     pub span_rows: Vec<u32>,
-    /// Token id of each row (0 where `previous` or ready-made rows fill it).
+    /// Token id of each row (0 where `previous`, `drafts` or ready-made rows fill it).
     pub ids: Vec<u32>,
     /// Rows whose id is a token sampled by the step before, still on the device: (row, index among its
     /// sampled tokens).
     pub previous: Vec<(u32, u32)>,
+    /// Rows whose id is a draft that is still on the device, likewise: (row, index among the drafts).
+    pub drafts: Vec<(u32, u32)>,
     /// Position of each row in its sequence.
     pub positions: Vec<u32>,
     /// Where each row's key and value go: `page * page_size + offset`.
@@ -294,6 +296,10 @@ pub trait Backend: Send + Sized + 'static {
         layout: &StepLayout,
         previous: Option<&Self::Step>,
     ) -> Result<()>;
+
+    /// Takes the ids named in the layout's `drafts` from the tokens that `from` sampled: after
+    /// [`Backend::prepare`], before anything reads ids.
+    fn take_drafts(&self, step: &mut Self::Step, from: &Self::Step) -> Result<()>;
 
     // Primitive ops.
 

@@ -230,6 +230,10 @@ impl<B: Backend> Backend for Profiled<B> {
         Ok(())
     }
 
+    fn take_drafts(&self, step: &mut Self::Step, from: &Self::Step) -> Result<()> {
+        self.inner.take_drafts(&mut step.inner, &from.inner)
+    }
+
     fn embed(&self, out: &mut B::Tensor, table: &Self::Weight, step: &Self::Step) -> Result<()> {
         let start = Instant::now();
         self.inner.embed(out, &table.inner, &step.inner)?;

@@ -289,6 +289,16 @@ impl Backend for ReferenceBackend {
         Ok(())
     }
 
+    fn take_drafts(&self, step: &mut ReferenceStep, from: &ReferenceStep) -> Result<()> {
+        for &(row, index) in &step.layout.drafts {
+            let draft = from.sampled.get(index as usize);
+            let draft = draft
+                .ok_or_else(|| Error::Bug(format!("row {row} awaits draft {index} of none")))?;
+            step.layout.ids[row as usize] = draft.token;
+        }
+        Ok(())
+    }
+
     fn embed(
         &self,
         out: &mut ReferenceTensor,

@@ -75,6 +75,8 @@ struct SpanInFlight {
     slot: Slot,
     start: usize,
     rows: usize,
+    /// Drafts behind the rows, and their ids, which come with the output where they have not been read.
+    drafted: usize,
     drafts: Vec<u32>,
     samples: bool,
     /// [`Generation::epoch`] at the launch.
@@ -84,11 +86,7 @@ struct SpanInFlight {
 impl SpanInFlight {
     /// Tokens that it samples.
     fn samples(&self) -> usize {
-        if self.samples {
-            1 + self.drafts.len()
-        } else {
-            0
-        }
+        if self.samples { 1 + self.drafted } else { 0 }
     }
 }
 
@@ -238,8 +236,8 @@ impl StepLoop {
         }
     }
 
-    /// What may follow each part of `plan`, and the seconds it took to say so. A part whose drafts there are no
-    /// rows or pages for has none.
+    /// What may follow each part of `plan`, and the seconds it took to say so, which are part of the step's own
+    /// where nobody waited for the drafts. A part whose drafts there are no rows or pages for has none.
     fn draft(&mut self, plan: &[Planned]) -> Result<(Vec<Drafts>, f64)> {
         let own = |planned: &Planned| Drafts {
             tokens: planned.drafts.clone(),
@@ -310,7 +308,7 @@ impl StepLoop {
         }
         let share = seconds / asks.len() as f64;
         for (&(i, most), mut proposed) in asked.iter().zip(proposed) {
-            proposed.tokens.truncate(most);
+            proposed.truncate(most);
             if proposed.read <= most + 1 {
                 speculation.costs.drafting_took(most, share);
             }
@@ -381,9 +379,14 @@ impl StepLoop {
             .iter()
             .flat_map(|span| std::iter::repeat_n(span.slot, span.samples()))
             .collect();
-        for (Planned { slot, rows, .. }, proposed) in plan.iter().zip(&drafts) {
+        for (Planned { slot, rows, .. }, mut proposed) in plan.iter().zip(drafts) {
             let generation = self.get(*slot).ok_or_else(|| unknown(*slot))?;
-            let drafts = generation.useful(&proposed.tokens);
+            proposed.truncate(generation.room_for_drafts());
+            let drafted = proposed.len();
+            if drafted > 0 && !generation.takes_drafts() {
+                return Err(Error::Bug("drafts follow one known last token".to_owned()));
+            }
+            let drafts = &proposed.tokens;
             if *rows == 0 || *rows > generation.ready_rows() {
                 return Err(Error::Bug(format!(
                     "{rows} rows planned where {} are ready",
@@ -398,12 +401,17 @@ impl StepLoop {
                     Input::Previous(index.ok_or_else(|| {
                         Error::Bug("no step in flight brings its token".to_owned())
                     })? as u32)
+                } else if !proposed.unread.is_empty() {
+                    Input::Drafts {
+                        newest: generation.tokens[start],
+                        drafts: proposed.unread.clone(),
+                    }
                 } else {
                     Input::Ids([&generation.tokens[start..end], drafts].concat())
                 };
             let want = if samples {
-                let sample = (0..=drafts.len()).map(|i| {
-                    let mut sampler = generation.sampler(end + i, &drafts[..i]);
+                let sample = (0..=drafted).map(|i| {
+                    let mut sampler = generation.sampler(end + i, &drafts[..i.min(drafts.len())]);
                     if let Some((&draft, from)) = drafts.get(i).zip(proposed.drawn_from.get(i)) {
                         let from = from.clone();
                         sampler.draw = Draw::Verify { draft, from };
@@ -411,11 +419,7 @@ impl StepLoop {
                     sampler
                 });
                 let sample = sample.collect();
-                let rows = if drafts.is_empty() {
-                    Rows::Last
-                } else {
-                    Rows::All
-                };
+                let rows = if drafted == 0 { Rows::Last } else { Rows::All };
                 Want {
                     rows,
                     sample,
@@ -424,9 +428,6 @@ impl StepLoop {
             } else {
                 Want::default()
             };
-            if !drafts.is_empty() && !generation.takes_drafts() {
-                return Err(Error::Bug("drafts follow one known last token".to_owned()));
-            }
             batch
                 .copies
                 .extend(generation.copies.iter().map(|copy| copy.pages()));
@@ -436,14 +437,14 @@ impl StepLoop {
                 table: generation.sequence.table(),
                 want,
             });
-            let (rows, drafts, epoch) = (*rows, drafts.to_vec(), generation.epoch);
             spans.push(SpanInFlight {
                 slot: *slot,
                 start,
-                rows,
-                drafts,
+                rows: *rows,
+                drafted,
+                epoch: generation.epoch,
+                drafts: proposed.tokens,
                 samples,
-                epoch,
             });
         }
         let timing = self.speculation.as_ref().map(|speculation| Timing {
@@ -454,9 +455,9 @@ impl StepLoop {
         for span in &spans {
             if let Some(generation) = self.get_mut(span.slot) {
                 generation.copies.clear();
-                generation.launched += span.rows + span.drafts.len();
+                generation.launched += span.rows + span.drafted;
                 // What follows a token with drafts behind it is known when they have been verified.
-                generation.awaits = span.samples && span.drafts.is_empty();
+                generation.awaits = span.samples && span.drafted == 0;
             }
         }
         self.flight.push_back(InFlight {
@@ -488,7 +489,10 @@ impl StepLoop {
             .timing
             .and_then(|timing| self.step_took(&step.spans, timing));
         let mut advances = Vec::with_capacity(step.spans.len());
-        for (span, output) in step.spans.into_iter().zip(output.spans) {
+        for (mut span, output) in step.spans.into_iter().zip(output.spans) {
+            if !output.drafts.is_empty() {
+                span.drafts = output.drafts;
+            }
             let is_newest = !self
                 .flight
                 .iter()
@@ -514,7 +518,7 @@ impl StepLoop {
                 generation.sequence.append(&[token])?;
             }
             generation.awaits &= !is_newest;
-            if generation.finish.is_some() || !span.drafts.is_empty() {
+            if generation.finish.is_some() || span.drafted > 0 {
                 let len = generation.sequence.len();
                 generation.sequence.truncate(len);
                 generation.launched = len;
@@ -527,7 +531,7 @@ impl StepLoop {
             advances.push(Advance {
                 slot: span.slot,
                 tokens,
-                drafted: span.drafts.len(),
+                drafted: span.drafted,
                 finish,
             });
         }
@@ -565,7 +569,7 @@ impl StepLoop {
         let generated = generation.generated().len() - tokens;
         if let Some(pace) = &mut generation.pace {
             let round = Round {
-                drafted: span.drafts.len(),
+                drafted: span.drafted,
                 accepted: tokens.saturating_sub(1),
                 tokens,
                 generated,

@@ -7,11 +7,12 @@ use std::path::Path;
 use super::decoder::forward;
 use super::load::{DecoderLM, Linear, LoadOptions, Tables, plain};
 use super::workspace::Workspace;
-use crate::Result;
 use crate::backend::{AttentionShape, Backend, Element, KvRows, Mask, QkNorms, StepLayout};
 use crate::config::{DFlashConfig, ModelConfig};
 use crate::kv::{KvElement, KvLayout};
+use crate::sampling::{RowSampler, Sampled};
 use crate::weights::{Checkpoint, HostDFlash, Weight};
+use crate::{Error, Result};
 
 /// See the module's first line.
 pub struct DFlashDrafter<B: Backend> {
@@ -148,7 +149,19 @@ pub(crate) struct DFlashBlock<B: Backend> {
     pages: Vec<B::Pages>,
     /// Buffers of a step of blocks.
     pub(crate) block: Workspace<B>,
+    /// The step of blocks whose drafts a target's step has taken last: they may not have been read yet.
+    taken: B::Step,
+    /// Whether the workspace's step is the second of the two.
+    second: bool,
+    /// Drafts of each block in the workspace's step, until a target's step takes them.
+    drafted: Option<Vec<usize>>,
     context: Context<B>,
+}
+
+/// Names drafts that a target's step has taken.
+#[derive(Debug)]
+pub(crate) struct Taken {
+    second: bool,
 }
 
 /// Buffers for the rows of a target's step.
@@ -196,6 +209,9 @@ impl<B: Backend> DFlashBlock<B> {
                 .map(|_| backend.alloc_pages(&layout, None, pages))
                 .collect::<Result<_>>()?,
             block: Workspace::new(backend, decoder, block_rows, spans, table_width, &[])?,
+            taken: backend.alloc_step(block_rows, spans, table_width)?,
+            second: false,
+            drafted: None,
             context: Context {
                 joined: alloc(decoder.hidden)?,
                 normed: alloc(decoder.hidden)?,
@@ -288,11 +304,76 @@ impl<B: Backend> DFlashBlock<B> {
         Ok(())
     }
 
-    /// Runs blocks: the logits of the rows that `layout` wants are in the block's workspace then. The keys and
-    /// values of the blocks are beyond what is kept of their sequences.
-    pub(crate) fn run(&mut self, backend: &B, layout: &StepLayout) -> Result<()> {
+    /// Prepares a step of the blocks in `layout`. Gives back what a recording of it depends on besides its shape:
+    /// whether it is in the second of two step buffers, and how often shared buffers have moved.
+    pub(crate) fn begin(&mut self, backend: &B, layout: &StepLayout) -> Result<(bool, usize)> {
+        self.drafted = None;
         let (decoder, block) = (&self.drafter.decoder, &mut self.block);
         block.begin(backend, decoder, layout, None)?;
+        Ok((self.second, block.moves()))
+    }
+
+    /// Runs the blocks: the logits of the rows that are wanted are in the block's workspace then. The keys and
+    /// values of the blocks are beyond what is kept of their sequences.
+    pub(crate) fn forward(&mut self, backend: &B) -> Result<()> {
+        let (decoder, block) = (&self.drafter.decoder, &mut self.block);
         forward(backend, decoder, &mut self.pages, block)
+    }
+
+    /// Draws the rows that are wanted by `samplers`: `drafts` of each block.
+    pub(crate) fn sample(
+        &mut self,
+        backend: &B,
+        samplers: &[Option<RowSampler>],
+        drafts: Vec<usize>,
+    ) -> Result<()> {
+        let block = &mut self.block;
+        backend.sample(&mut block.step, &block.logits, samplers)?;
+        self.drafted = Some(drafts);
+        Ok(())
+    }
+
+    /// The drafts that no target's step has taken, of each block. Waits for them.
+    pub(crate) fn read(&self, backend: &B) -> Result<Vec<Vec<Sampled>>> {
+        let drafted = self.drafted.as_ref();
+        let drafted =
+            drafted.ok_or_else(|| Error::Bug("there are no drafts to read".to_owned()))?;
+        let mut all = backend.read_samples(&self.block.step)?.into_iter();
+        let blocks = drafted.iter();
+        Ok(blocks
+            .map(|&count| all.by_ref().take(count).collect())
+            .collect())
+    }
+
+    /// The step that a target's step of `layout` takes its drafts from.
+    pub(crate) fn drafts(&self, layout: &StepLayout) -> Result<Option<&B::Step>> {
+        let there = self.drafted.iter().flatten().sum::<usize>();
+        match layout.drafts.iter().map(|&(_, index)| index as usize).max() {
+            None => Ok(None),
+            Some(last) if last < there => Ok(Some(&self.block.step)),
+            Some(last) => Err(Error::Bug(format!(
+                "draft {last} is to be verified where there are {there}"
+            ))),
+        }
+    }
+
+    /// A target's step has taken the drafts, which stay readable until another one does: names them.
+    pub(crate) fn take(&mut self) -> Taken {
+        std::mem::swap(&mut self.block.step, &mut self.taken);
+        self.drafted = None;
+        self.second = !self.second;
+        Taken {
+            second: !self.second,
+        }
+    }
+
+    /// The ids of drafts that were taken. Waits for them.
+    pub(crate) fn read_taken(&self, backend: &B, taken: &Taken) -> Result<Vec<u32>> {
+        let step = match taken.second == self.second {
+            true => &self.block.step,
+            false => &self.taken,
+        };
+        let drafts = backend.read_samples(step)?.into_iter();
+        Ok(drafts.map(|draft| draft.token).collect())
     }
 }

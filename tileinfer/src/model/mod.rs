@@ -10,7 +10,7 @@ mod workspace;
 
 pub use calibrate::{CALIBRATION_TEXT, CALIBRATION_TOKENS, calibrate};
 pub use decoder::forward;
-pub(crate) use dflash::DFlashBlock;
+pub(crate) use dflash::{DFlashBlock, Taken};
 pub use dflash::{DFlashDrafter, load_dflash, load_dflash_between};
 pub use load::{DecoderLM, Layer, Linear, LoadOptions, Quant};
 pub use workspace::Workspace;

@@ -105,6 +105,18 @@ impl<B: Backend> Workspace<B> {
         layout: &StepLayout,
         previous: Option<&B::Step>,
     ) -> Result<()> {
+        self.begin_with_drafts(backend, model, layout, previous, None)
+    }
+
+    /// [`Workspace::begin`], where ids in `layout.drafts` come from the tokens that `drafts` sampled.
+    pub fn begin_with_drafts(
+        &mut self,
+        backend: &B,
+        model: &DecoderLM<B>,
+        layout: &StepLayout,
+        previous: Option<&B::Step>,
+        drafts: Option<&B::Step>,
+    ) -> Result<()> {
         let rows = layout.rows();
         let KvRows { keys, values } = &mut self.kv_rows;
         let every = [
@@ -136,6 +148,11 @@ impl<B: Backend> Workspace<B> {
         backend.set_rows(&mut self.hidden, self.wanted)?;
         backend.set_rows(&mut self.logits, self.wanted)?;
         backend.prepare(&mut self.step, layout, previous)?;
+        match drafts {
+            Some(drafts) => backend.take_drafts(&mut self.step, drafts)?,
+            None if layout.drafts.is_empty() => {}
+            None => return Err(Error::Bug("a row awaits a draft of nobody".to_owned())),
+        }
         backend.embed(&mut self.stream, &model.embedding, &self.step)
     }
 

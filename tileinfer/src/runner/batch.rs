@@ -1,6 +1,8 @@
 //! A step is a batch of spans: one prompt, one decode token, a chunk of prefill, drafts to verify and many
 //! sequences at once are all the same call.
 
+use std::ops::Range;
+
 use crate::backend::StepLayout;
 use crate::kv::BlockTable;
 use crate::sampling::{RowSampler, Sampled};
@@ -38,6 +40,14 @@ pub enum Input {
     /// One token: the one with this index among all that the step before samples, which may not have been
     /// read yet.
     Previous(u32),
+    /// The newest token of a text, and behind it drafts that have not been read: those with these indexes among
+    /// all that [`Runner::draft`](super::Runner::draft) made last. Their ids come with the output.
+    Drafts {
+        /// The token.
+        newest: u32,
+        /// The drafts.
+        drafts: Range<u32>,
+    },
     /// Ready-made rows in the place of embeddings, `[rows, hidden]`.
     Embeddings(Vec<f32>),
 }
@@ -92,6 +102,8 @@ pub struct StepOutput {
 /// What was wanted of a span.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct SpanOutput {
+    /// The ids of [`Input::Drafts`].
+    pub drafts: Vec<u32>,
     /// One token for each row that was sampled.
     pub sampled: Vec<Sampled>,
     /// f32 `[wanted rows, head rows]`.
@@ -108,6 +120,7 @@ impl Input {
         match self {
             Input::Ids(ids) => ids.len(),
             Input::Previous(_) => 1,
+            Input::Drafts { drafts, .. } => 1 + drafts.len(),
             Input::Embeddings(values) => values.len() / hidden.max(1),
         }
     }
@@ -161,15 +174,24 @@ impl Batch {
                     span.start
                 )));
             }
+            let known = match &span.input {
+                Input::Ids(ids) => ids,
+                Input::Drafts { newest, .. } => std::slice::from_ref(newest),
+                Input::Previous(_) | Input::Embeddings(_) => &[],
+            };
+            if let Some(id) = known.iter().find(|&&id| id as usize >= limits.vocabulary) {
+                return Err(Error::usage(format!(
+                    "there is no token {id} in a vocabulary of {}",
+                    limits.vocabulary
+                )));
+            }
             match &span.input {
-                Input::Ids(ids) => {
-                    if let Some(id) = ids.iter().find(|&&id| id as usize >= limits.vocabulary) {
-                        return Err(Error::usage(format!(
-                            "there is no token {id} in a vocabulary of {}",
-                            limits.vocabulary
-                        )));
-                    }
-                    layout.ids.extend_from_slice(ids);
+                Input::Ids(ids) => layout.ids.extend_from_slice(ids),
+                Input::Drafts { newest, drafts } => {
+                    layout.ids.push(*newest);
+                    layout.ids.extend(drafts.clone().map(|_| 0));
+                    let rows = first_row as u32 + 1..;
+                    layout.drafts.extend(rows.zip(drafts.clone()));
                 }
                 Input::Previous(index) => {
                     layout.previous.push((first_row as u32, *index));

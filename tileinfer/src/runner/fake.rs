@@ -3,11 +3,12 @@
 //! the text.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::time::Duration;
 
-use super::{Batch, Input, Runner, RunnerLimits, SpanOutput, StepOutput, Ticket};
+use super::{Batch, Block, Input, Runner, RunnerLimits, SpanOutput, StepOutput, Ticket};
 use crate::backend::ComputeType;
-use crate::kv::{KvElement, KvLayout};
+use crate::kv::{BlockTable, KvElement, KvLayout};
 use crate::sampling::Sampled;
 use crate::{Error, Result};
 
@@ -35,6 +36,10 @@ pub struct FakeOptions {
     /// Another model the more it is above 0, where it has the same logits, up to 1, where it has nothing in
     /// common: a draft model.
     pub blur: f32,
+    /// Tokens of a block of the drafter beside the model; 0: there is none.
+    pub block_size: usize,
+    /// What [`FakeOptions::blur`] is to a draft model, to that drafter.
+    pub drafter_blur: f32,
 }
 
 impl Default for FakeOptions {
@@ -50,6 +55,8 @@ impl Default for FakeOptions {
             depth: 1,
             latency: Duration::ZERO,
             blur: 0.0,
+            block_size: 0,
+            drafter_blur: 0.2,
         }
     }
 }
@@ -60,6 +67,10 @@ pub struct FakeRunner {
     limits: RunnerLimits,
     latency: Duration,
     blur: f32,
+    block_size: usize,
+    drafter_blur: f32,
+    /// What the drafter drew for each block, until a step takes it.
+    drafts: Option<Vec<Vec<Sampled>>>,
     slots: Vec<Option<u32>>,
     flight: VecDeque<(u64, StepOutput)>,
     launched: u64,
@@ -91,6 +102,9 @@ impl FakeRunner {
             },
             latency: options.latency,
             blur: options.blur,
+            block_size: options.block_size,
+            drafter_blur: options.drafter_blur,
+            drafts: None,
             slots: vec![None; options.pages * options.page_size],
             flight: VecDeque::new(),
             launched: 0,
@@ -98,17 +112,34 @@ impl FakeRunner {
         }
     }
 
-    /// The logits after the visible ids `seen`.
-    fn logits(&self, seen: impl Iterator<Item = u32>) -> Vec<f32> {
-        let hash = seen.fold(0x9e37_79b9_7f4a_7c15, |hash, id| {
+    /// The ids cached at `positions` of the sequence in `table`.
+    fn cached(&self, table: &BlockTable, positions: Range<usize>) -> Result<Vec<u32>> {
+        let page_size = self.limits.kv.page_size;
+        let id = |position: usize| {
+            let page = table.pages[position / page_size - table.first_page] as usize;
+            let id = self.slots[page * page_size + position % page_size];
+            id.ok_or_else(|| Error::Bug(format!("position {position} was never written")))
+        };
+        positions.map(id).collect()
+    }
+
+    /// The first position that one at `position` sees.
+    fn sees_from(&self, position: usize) -> usize {
+        let window = self.limits.window;
+        window.map_or(0, |window| (position + 1).saturating_sub(window))
+    }
+
+    /// The logits after the visible ids `seen`, of a model as far off as `blur`.
+    fn logits(&self, seen: &[u32], blur: f32) -> Vec<f32> {
+        let hash = seen.iter().fold(0x9e37_79b9_7f4a_7c15, |hash, &id| {
             mix(hash ^ (u64::from(id) + 1))
         });
         let logit = |id: usize| (mix(hash ^ (id as u64) << 32) % 8192) as f32 / 1024.0;
         let other = |id: usize| (mix(!hash ^ (id as u64) << 32) % 8192) as f32 / 1024.0;
         (0..self.limits.head_rows)
-            .map(|id| match self.blur {
+            .map(|id| match blur {
                 0.0 => logit(id),
-                blur => (1.0 - blur) * logit(id) + blur * other(id),
+                _ => (1.0 - blur) * logit(id) + blur * other(id),
             })
             .collect()
     }
@@ -142,6 +173,14 @@ impl Runner for FakeRunner {
         for &(row, index) in &layout.previous {
             layout.ids[row as usize] = self.previous[index as usize].token;
         }
+        if !layout.drafts.is_empty() {
+            let drafts = self.drafts.as_ref().map(|blocks| blocks.concat());
+            let drafts = drafts.ok_or_else(|| Error::Bug("there are no drafts".to_owned()))?;
+            for &(row, index) in &layout.drafts {
+                layout.ids[row as usize] = drafts[index as usize].token;
+            }
+        }
+        self.drafts = None;
         for &(from, to) in &batch.copies {
             let from = from as usize * page_size;
             self.slots
@@ -157,22 +196,14 @@ impl Runner for FakeRunner {
             }
             let rows = layout.span(i);
             let mut result = SpanOutput::default();
+            if let Input::Drafts { .. } = span.input {
+                result.drafts = layout.ids[rows.start + 1..rows.end].to_vec();
+            }
             let wanted = span.want.rows.count(rows.len());
             for (nth, row) in (rows.end - wanted..rows.end).enumerate() {
                 let position = layout.positions[row] as usize;
-                let first = self
-                    .limits
-                    .window
-                    .map_or(0, |window| (position + 1).saturating_sub(window));
-                let mut seen = Vec::with_capacity(position + 1 - first);
-                for key in first..=position {
-                    let (page, offset) = layout.place(i, key, page_size);
-                    let id = self.slots[page * page_size + offset];
-                    seen.push(
-                        id.ok_or_else(|| Error::Bug(format!("position {key} was never written")))?,
-                    );
-                }
-                let logits = self.logits(seen.into_iter());
+                let seen = self.cached(&span.table, self.sees_from(position)..position + 1)?;
+                let logits = self.logits(&seen, self.blur);
                 if let Some(sampler) = span.want.sample.get(nth) {
                     result.sampled.push(sampler.sample(&logits)?);
                 }
@@ -190,6 +221,33 @@ impl Runner for FakeRunner {
         self.launched += 1;
         self.flight.push_back((self.launched, output));
         Ok(Ticket(self.launched))
+    }
+
+    fn block_size(&self) -> Option<usize> {
+        (self.block_size > 0).then_some(self.block_size)
+    }
+
+    fn draft(&mut self, blocks: &[Block]) -> Result<()> {
+        let draw = |block: &Block| {
+            let mut text = self.cached(&block.table, self.sees_from(block.start)..block.start)?;
+            text.push(block.anchor);
+            let mut drafts = Vec::new();
+            for (i, sampler) in block.sample.iter().enumerate() {
+                let position = block.start + i;
+                let seen = &text[text.len() - (position + 1 - self.sees_from(position))..];
+                let draft = sampler.sample(&self.logits(seen, self.drafter_blur))?;
+                text.push(draft.token);
+                drafts.push(draft);
+            }
+            Ok(drafts)
+        };
+        self.drafts = Some(blocks.iter().map(draw).collect::<Result<_>>()?);
+        Ok(())
+    }
+
+    fn read_drafts(&mut self) -> Result<Vec<Vec<Sampled>>> {
+        let drafts = self.drafts.clone();
+        drafts.ok_or_else(|| Error::Bug("there are no drafts to read".to_owned()))
     }
 
     fn read(&mut self, ticket: Ticket) -> Result<StepOutput> {

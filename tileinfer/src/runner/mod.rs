@@ -67,14 +67,26 @@ pub trait Runner: Send {
         None
     }
 
-    /// Lets the drafter beside the model fill in `blocks`, of [`Runner::block_size`] tokens at most: the tokens of
-    /// each, as their samplers draw them. Steps that were launched have run before.
-    fn propose(&mut self, blocks: &[Block]) -> Result<Vec<Vec<Sampled>>> {
+    /// Starts the drafter beside the model on `blocks`, of [`Runner::block_size`] tokens at most. Its drafts stay on
+    /// the device: the next step may verify them as [`Input::Drafts`], and until then [`Runner::read_drafts`] brings
+    /// them. Steps that were launched have run before.
+    fn draft(&mut self, blocks: &[Block]) -> Result<()> {
         Err(Error::Bug(format!(
             "{} blocks for a drafter that {} does not have",
             blocks.len(),
             self.device()
         )))
+    }
+
+    /// Waits for the drafts that no step has taken yet: those of each block, as their samplers drew them.
+    fn read_drafts(&mut self) -> Result<Vec<Vec<Sampled>>> {
+        Err(Error::Bug("there are no drafts to read".to_owned()))
+    }
+
+    /// [`Runner::draft`] and [`Runner::read_drafts`] at once.
+    fn propose(&mut self, blocks: &[Block]) -> Result<Vec<Vec<Sampled>>> {
+        self.draft(blocks)?;
+        self.read_drafts()
     }
 
     /// [`Runner::launch`] and [`Runner::read`] at once.

@@ -1,6 +1,7 @@
 //! The way down to a device: a decoder, its pages and its buffers behind the [`Runner`] trait.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 
 use super::graphs::{Graphs, Plan};
 use super::{
@@ -8,7 +9,7 @@ use super::{
 };
 use crate::backend::{Backend, Mask, StepLayout};
 use crate::kv::{KeySmoothing, KvElement, KvLayout, PAGE_SIZE};
-use crate::model::{DFlashBlock, DFlashDrafter, DecoderLM, Workspace, forward};
+use crate::model::{DFlashBlock, DFlashDrafter, DecoderLM, Taken, Workspace, forward};
 use crate::sampling::{RowSampler, Sampled};
 use crate::{Error, Result};
 
@@ -58,6 +59,8 @@ pub struct ModelRunner<B: Backend> {
     /// Whether the workspace's step is the second of the two.
     second: bool,
     graphs: Graphs<B::Graph>,
+    /// Recordings of the drafter's steps.
+    block_graphs: Graphs<B::Graph>,
     /// A drafter that reads the model's hidden states.
     dflash: Option<DFlashBlock<B>>,
     flight: VecDeque<Flight>,
@@ -72,6 +75,10 @@ struct Flight {
     output: StepOutput,
     /// Samples of each span.
     samples: Vec<usize>,
+    /// Drafts that it verifies without their having been read.
+    taken: Option<Taken>,
+    /// Of each span, which of them.
+    drafts: Vec<Range<usize>>,
 }
 
 impl<B: Backend> ModelRunner<B> {
@@ -157,8 +164,10 @@ impl<B: Backend> ModelRunner<B> {
                 .filter(|_| dflash.is_none()),
             depth: if backend.supports_graphs() { 2 } else { 1 },
         };
+        let records = options.graphs && backend.supports_graphs();
         Ok(ModelRunner {
-            graphs: Graphs::new(options.graphs && backend.supports_graphs()),
+            graphs: Graphs::new(records),
+            block_graphs: Graphs::new(records),
             backend,
             model,
             pages,
@@ -211,7 +220,12 @@ impl<B: Backend> ModelRunner<B> {
     /// Everything between a batch's layout and its samples.
     fn run(&mut self, batch: &Batch, layout: &StepLayout) -> Result<()> {
         let ws = &mut self.workspace;
-        ws.begin(&self.backend, &self.model, layout, Some(&self.earlier))?;
+        let drafts = match &self.dflash {
+            Some(dflash) => dflash.drafts(layout)?,
+            None => None,
+        };
+        let previous = Some(&self.earlier);
+        ws.begin_with_drafts(&self.backend, &self.model, layout, previous, drafts)?;
         for (span, rows) in batch.spans.iter().zip(&layout.span_rows) {
             if let Input::Embeddings(values) = &span.input {
                 self.backend
@@ -223,23 +237,15 @@ impl<B: Backend> ModelRunner<B> {
         if let Some(dflash) = &mut dflash {
             dflash.begin_context(backend, layout.rows())?;
         }
-        let mut launch = |ws: &mut Workspace<B>| {
+        let buffers = (self.second, ws.moves());
+        let launch = &mut || {
             forward(backend, model, pages, ws)?;
             match &mut dflash {
                 Some(dflash) => dflash.write_context(backend, &ws.taps, &ws.step),
                 None => Ok(()),
             }
         };
-        match self.graphs.plan(layout, self.second, ws.moves()) {
-            Plan::Launch => launch(ws)?,
-            Plan::Replay(graph) => backend.replay(graph)?,
-            Plan::Record => {
-                let graph = backend.capture(&mut || launch(ws))?;
-                if let Some(graph) = self.graphs.keep(graph) {
-                    backend.replay(graph)?;
-                }
-            }
-        }
+        launch_or_replay(backend, &mut self.graphs, layout, buffers, launch)?;
 
         let mut samplers: Vec<Option<RowSampler>> = Vec::with_capacity(layout.wanted.len());
         for span in &batch.spans {
@@ -280,6 +286,7 @@ impl<B: Backend> ModelRunner<B> {
                 }
             };
             let output = SpanOutput {
+                drafts: Vec::new(),
                 sampled: Vec::new(),
                 logits: slice(
                     span.want.logits,
@@ -297,6 +304,27 @@ impl<B: Backend> ModelRunner<B> {
         Ok(StepOutput {
             spans: spans.collect(),
         })
+    }
+}
+
+/// Launches a step of `layout`, or replays what was recorded of one like it. It is in the second of two step buffers
+/// or not, and shared buffers have moved so many times.
+fn launch_or_replay<B: Backend>(
+    backend: &B,
+    graphs: &mut Graphs<B::Graph>,
+    layout: &StepLayout,
+    (second, moves): (bool, usize),
+    launch: &mut dyn FnMut() -> Result<()>,
+) -> Result<()> {
+    match graphs.plan(layout, second, moves) {
+        Plan::Launch => launch(),
+        Plan::Replay(graph) => backend.replay(graph),
+        Plan::Record => {
+            let graph = backend.capture(launch)?;
+            graphs
+                .keep(graph)
+                .map_or(Ok(()), |graph| backend.replay(graph))
+        }
     }
 }
 
@@ -335,10 +363,17 @@ impl<B: Backend> Runner for ModelRunner<B> {
             .iter()
             .map(|span| span.want.sample.len())
             .collect();
+        let drafts = batch.spans.iter().map(|span| match &span.input {
+            Input::Drafts { drafts, .. } => drafts.start as usize..drafts.end as usize,
+            _ => 0..0,
+        });
+        let taken = self.dflash.as_mut().filter(|_| !layout.drafts.is_empty());
         self.flight.push_back(Flight {
             ticket: self.launched,
             output,
             samples,
+            taken: taken.map(DFlashBlock::take),
+            drafts: drafts.collect(),
         });
         Ok(Ticket(self.launched))
     }
@@ -347,7 +382,7 @@ impl<B: Backend> Runner for ModelRunner<B> {
         Some(self.dflash.as_ref()?.config().block_size)
     }
 
-    fn propose(&mut self, blocks: &[Block]) -> Result<Vec<Vec<Sampled>>> {
+    fn draft(&mut self, blocks: &[Block]) -> Result<()> {
         let Some(dflash) = &mut self.dflash else {
             return Err(Error::Bug(
                 "blocks for a drafter that is not there".to_owned(),
@@ -378,21 +413,28 @@ impl<B: Backend> Runner for ModelRunner<B> {
         let first = |row: &u32| layout.span_rows.contains(row);
         let rows = 0..layout.rows() as u32;
         layout.wanted = rows.filter(|row| !first(row)).collect();
-        dflash.run(&self.backend, &layout)?;
-        let block = &mut dflash.block;
-        self.backend
-            .sample(&mut block.step, &block.logits, &samplers)?;
-        let mut all = self.backend.read_samples(&block.step)?.into_iter();
-        let drafts = blocks
-            .iter()
-            .map(|block| all.by_ref().take(block.sample.len()).collect());
-        Ok(drafts.collect())
+        let drafts = blocks.iter().map(|block| block.sample.len()).collect();
+        let backend = &self.backend;
+        let buffers = dflash.begin(backend, &layout)?;
+        let graphs = &mut self.block_graphs;
+        launch_or_replay(backend, graphs, &layout, buffers, &mut || {
+            dflash.forward(backend)
+        })?;
+        dflash.sample(backend, &samplers, drafts)
+    }
+
+    fn read_drafts(&mut self) -> Result<Vec<Vec<Sampled>>> {
+        let dflash = self.dflash.as_ref();
+        let dflash = dflash.ok_or_else(|| Error::Bug("there is no drafter".to_owned()))?;
+        dflash.read(&self.backend)
     }
 
     fn read(&mut self, ticket: Ticket) -> Result<StepOutput> {
         let Flight {
             mut output,
             samples,
+            taken,
+            drafts,
             ..
         } = match self.flight.pop_front() {
             Some(flight) if flight.ticket == ticket.0 => flight,
@@ -407,6 +449,12 @@ impl<B: Backend> Runner for ModelRunner<B> {
             let mut all = self.backend.read_samples(step)?.into_iter();
             for (span, count) in output.spans.iter_mut().zip(samples) {
                 span.sampled = all.by_ref().take(count).collect();
+            }
+        }
+        if let Some((taken, dflash)) = taken.zip(self.dflash.as_ref()) {
+            let all = dflash.read_taken(&self.backend, &taken)?;
+            for (span, range) in output.spans.iter_mut().zip(drafts) {
+                span.drafts = all[range].to_vec();
             }
         }
         Ok(output)

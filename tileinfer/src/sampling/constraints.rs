@@ -34,12 +34,25 @@ impl TokenCounts {
         self.seen.entry(id).or_default().times_in_output += 1;
     }
 
+    /// Calls `f` once with each token that the penalties are for and how often it stands in the output, as if
+    /// `drafts` had been output too; in no order.
+    pub fn each_with(&self, drafts: &[u32], mut f: impl FnMut(u32, u32)) {
+        let times_in_drafts = |id| drafts.iter().filter(|&&draft| draft == id).count() as u32;
+        for (&id, seen) in &self.seen {
+            f(id, seen.times_in_output + times_in_drafts(id));
+        }
+        for (i, &id) in drafts.iter().enumerate() {
+            if !self.seen.contains_key(&id) && !drafts[..i].contains(&id) {
+                f(id, times_in_drafts(id));
+            }
+        }
+    }
+
     /// Applies the penalties to `logits` in place, as if `drafts` had been output too. Each
     /// logit is its own sum, so the order of the tokens does not matter.
     pub(super) fn penalize(&self, params: &SamplingParams, drafts: &[u32], logits: &mut [f32]) {
         let reciprocal = 1.0 / params.repetition_penalty;
-        let times_in_drafts = |id| drafts.iter().filter(|&&draft| draft == id).count() as u32;
-        let mut penalize = |id: u32, times: u32| {
+        self.each_with(drafts, |id, times| {
             // A prompt may hold ids that the head has no row for, such as image placeholders.
             let Some(logit) = logits.get_mut(id as usize) else {
                 return;
@@ -52,15 +65,7 @@ impl TokenCounts {
             if times > 0 {
                 *logit -= params.frequency_penalty * times as f32 + params.presence_penalty;
             }
-        };
-        for (&id, seen) in &self.seen {
-            penalize(id, seen.times_in_output + times_in_drafts(id));
-        }
-        for (i, &id) in drafts.iter().enumerate() {
-            if !self.seen.contains_key(&id) && !drafts[..i].contains(&id) {
-                penalize(id, times_in_drafts(id));
-            }
-        }
+        });
     }
 }
 

@@ -12,7 +12,7 @@
 //! - min-p keeps weight >= `min_p`, the largest weight being exp(0) = 1.
 
 use super::math::{self, SUM_LANES};
-use crate::{Error, Result};
+use crate::Result;
 
 /// Logits whose maximum is kept, so that most of them need not be looked at twice.
 const CHUNK: usize = 64;
@@ -74,16 +74,10 @@ impl Maxima {
                 .iter()
                 .position(|x| x.is_nan() || *x == f32::INFINITY);
             let id = broken.expect("a pass has just seen one");
-            return Err(super::broken_logits(&format!(
-                "the logit of token {id} is {}",
-                logits[id]
-            )));
+            return Err(super::broken_logit(id as u32, logits[id]));
         }
         if self.all == f32::NEG_INFINITY {
-            return Err(Error::usage(format!(
-                "none of the {} tokens may come next: the mask and the model leave all logits at -inf",
-                logits.len()
-            )));
+            return Err(super::no_token_allowed(logits.len()));
         }
         Ok(())
     }
@@ -453,6 +447,7 @@ impl Survivors {
 mod tests {
     use super::math::EXP_CUTOFF;
     use super::*;
+    use crate::Error;
 
     /// Logits with many ties, far apart values and a few −∞, from a small generator.
     fn logits(n: usize, seed: u32, steps: u32) -> Vec<f32> {

@@ -157,6 +157,18 @@ pub(crate) fn broken_logits(found: &str) -> Error {
     )
 }
 
+/// The error of a row in which the logit of token `id` is NaN or infinite.
+pub fn broken_logit(id: u32, logit: f32) -> Error {
+    broken_logits(&format!("the logit of token {id} is {logit}"))
+}
+
+/// The error of a row whose `count` logits are all −∞.
+pub fn no_token_allowed(count: usize) -> Error {
+    Error::usage(format!(
+        "none of the {count} tokens may come next: the mask and the model leave all logits at -inf"
+    ))
+}
+
 /// Steps 1 to 4: leaves the survivors in `scratch`, with weights if `weighted`.
 fn filter(row: &SampleRow, logits: &[f32], weighted: bool, scratch: &mut Scratch) -> Result<()> {
     let params = row.params;

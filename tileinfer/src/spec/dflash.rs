@@ -10,7 +10,7 @@ use crate::{Error, Result};
 
 /// Proposes what the drafter beside the target fills in after a text: the likeliest token of each position, or one
 /// drawn there as the target draws its own. Positions do not see each other's drafts.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct DFlashProposer {
     k: usize,
     sample: bool,
@@ -36,9 +36,20 @@ impl DFlashProposer {
         Ok(DFlashProposer { k, sample })
     }
 
+    /// Whether the drafts of a text are drawn.
+    fn draws(&self, ask: &Ask<'_>) -> bool {
+        self.sample && !ask.sampler.params.is_greedy()
+    }
+
+    /// Whether the host has to know a text's drafts to verify them: what they were drawn from, or, with penalties,
+    /// what they are.
+    fn must_read(&self, ask: &Ask<'_>) -> bool {
+        self.draws(ask) || ask.sampler.counts.is_some()
+    }
+
     /// The samplers of a text's drafts.
     fn samplers(&self, ask: &Ask<'_>) -> Vec<RowSampler> {
-        let drawn = self.sample && !ask.sampler.params.is_greedy();
+        let drawn = self.draws(ask);
         let mut sampler = RowSampler {
             top_logprobs: None,
             ..ask.sampler.clone()
@@ -71,14 +82,24 @@ impl Proposer for DFlashProposer {
             sample: self.samplers(ask),
         };
         let blocks: Vec<Block> = asks.iter().map(block).collect();
-        let drafts = runner.propose(&blocks)?.into_iter().map(|sampled| {
-            let tokens = sampled.iter().map(|sampled| sampled.token).collect();
-            let drawn_from = sampled.into_iter().filter_map(|s| s.drawn_from).collect();
-            Drafts {
-                tokens,
-                drawn_from,
-                read: 0,
-            }
+        runner.draft(&blocks)?;
+        if !asks.iter().any(|ask| self.must_read(ask)) {
+            // Nobody waits for them: they are read with what the target says of them.
+            let mut end = 0;
+            let drafts = blocks.iter().map(|block| {
+                let start = end;
+                end += block.sample.len() as u32;
+                Drafts {
+                    unread: start..end,
+                    ..Drafts::default()
+                }
+            });
+            return Ok(drafts.collect());
+        }
+        let drafts = runner.read_drafts()?.into_iter().map(|sampled| Drafts {
+            tokens: sampled.iter().map(|sampled| sampled.token).collect(),
+            drawn_from: sampled.into_iter().filter_map(|s| s.drawn_from).collect(),
+            ..Drafts::default()
         });
         Ok(drafts.collect())
     }

@@ -14,6 +14,7 @@ mod pace;
 mod stats;
 
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -66,8 +67,29 @@ pub struct Drafts {
     pub tokens: Vec<u32>,
     /// What each of them was drawn from; empty if they were not drawn.
     pub drawn_from: Vec<Arc<Distribution>>,
+    /// In place of tokens: drafts that the drafter beside the target made and nobody has read, by their indexes
+    /// among all that it made last. They were not drawn, and nothing but the target's logits decides about them.
+    pub unread: Range<u32>,
     /// Tokens of the text that had to be read for it first.
     pub read: usize,
+}
+
+impl Drafts {
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.tokens.len() + self.unread.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Keeps the first `most`.
+    pub(crate) fn truncate(&mut self, most: usize) {
+        self.tokens.truncate(most);
+        self.unread.end = self.unread.end.min(self.unread.start + most as u32);
+    }
 }
 
 /// Tells the time since some moment.

@@ -640,6 +640,7 @@ impl<B: Backend> Suite<B> {
                                     first_pages: vec![0],
                                     wanted: vec![0],
                                     previous: Vec::new(),
+                                    drafts: Vec::new(),
                                 };
                                 // Pages that only a window does not reach may be gone.
                                 if let Mask::Window(window) = mask {
@@ -792,20 +793,24 @@ impl<B: Backend> Suite<B> {
             .collect();
         assert_eq!(found, expected);
 
-        // Rows of the next step that are named as samples 2 and 0 of this one.
+        // Rows of the next step that are named as samples 2 and 0 of this one, and drafts that are its samples 3
+        // and 1.
         let table = numbers.normals(vocabulary * 8, 1.0, ComputeType::Bf16);
         let table_on = self
             .backend
             .load_weight(&weight(vocabulary, 8, &table, ComputeType::Bf16))
             .unwrap();
-        let mut next = super::conformance::layout(&[(4, 3)], 4, 16);
+        let mut next = super::conformance::layout(&[(4, 5)], 4, 16);
         next.previous = vec![(0, 2), (2, 0)];
-        let ids = [expected[2].token, next.ids[1], expected[0].token];
-        let mut after = self.backend.alloc_step(3, 1, next.table_width).unwrap();
+        next.drafts = vec![(4, 3), (3, 1)];
+        let [first, second, third, fourth] = [0, 1, 2, 3].map(|i: usize| expected[i].token);
+        let ids = [third, next.ids[1], first, second, fourth];
+        let mut after = self.backend.alloc_step(5, 1, next.table_width).unwrap();
         self.backend
             .prepare(&mut after, &next, Some(&step))
             .unwrap();
-        let mut out = self.blank(&self.backend, Element::F32, 3, 8);
+        self.backend.take_drafts(&mut after, &step).unwrap();
+        let mut out = self.blank(&self.backend, Element::F32, 5, 8);
         self.backend.embed(&mut out, &table_on, &after).unwrap();
         let rows: Vec<f32> = ids
             .iter()

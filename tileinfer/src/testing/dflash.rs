@@ -11,7 +11,7 @@ use super::assert_close;
 use super::golden::{fixture, greedy, span};
 use crate::Result;
 use crate::backend::{Backend, ComputeType};
-use crate::config::ModelConfig;
+use crate::config::{DFlashConfig, ModelConfig};
 use crate::engine::{Engine, EngineOptions, Event, Request, StepLoop};
 use crate::generate::{Generated, generate};
 use crate::kv::{PagePool, Sequence};
@@ -19,7 +19,7 @@ use crate::model::{DecoderLM, LoadOptions, load_dflash, load_dflash_between};
 use crate::runner::{Batch, Block, ModelRunner, Rows, Runner, RunnerOptions, Want};
 use crate::sampling::{Draw, RowSampler, SamplingParams};
 use crate::spec::{Ask, DFlashProposer, Drafts, Proposer, Speculation};
-use crate::weights::{Checkpoint, HostModel};
+use crate::weights::{Checkpoint, HostDFlash, HostModel, Weight};
 
 /// The drafters in `testdata/golden/dflash/models`.
 pub const DFLASH_DRAFTERS: [&str; 4] = [
@@ -28,6 +28,50 @@ pub const DFLASH_DRAFTERS: [&str; 4] = [
     "qwen3-8l-dflash-swa-b8",
     "llama-6l-dflash-b8",
 ];
+
+/// A drafter of random weights for a target of `target`, for benchmarks and tests: `layers` layers of the target's
+/// shape, that read as many of the target's, evenly spread, and fill in blocks of `block_size` tokens.
+pub fn random_dflash(
+    target: &ModelConfig,
+    layers: usize,
+    block_size: usize,
+    seed: u64,
+) -> (DFlashConfig, HostDFlash) {
+    let layers = layers.min(target.num_layers);
+    let mut model = target.clone();
+    model.layers.truncate(layers);
+    model.num_layers = layers;
+    // It stands between the target's embedding and head.
+    let between = ModelConfig {
+        vocab_size: 1,
+        tie_word_embeddings: true,
+        ..model.clone()
+    };
+    let host = HostModel::random(&between, seed);
+    let (hidden, joined) = (target.hidden_size, layers * target.hidden_size);
+    let std = (joined as f32).powf(-0.5);
+    let config = DFlashConfig {
+        causal: model
+            .layers
+            .iter()
+            .map(|layer| layer.window.is_some())
+            .collect(),
+        model,
+        block_size,
+        mask_token: target.vocab_size as u32 - 1,
+        num_target_layers: target.num_layers,
+        target_layers: (0..layers)
+            .map(|i| i * target.num_layers / layers)
+            .collect(),
+    };
+    let host = HostDFlash {
+        layers: host.layers,
+        fc: Weight::random(hidden, joined, seed + 1, std),
+        hidden_norm: vec![1.0; hidden],
+        final_norm: host.final_norm,
+    };
+    (config, host)
+}
 
 #[derive(Deserialize)]
 struct Expected {
@@ -78,7 +122,8 @@ struct Stop {
 
 /// Positions of every sequence here.
 const LENGTH: usize = 256;
-const PAGE_SIZE: usize = 16;
+/// One that a GPU's kernels are compiled for.
+const PAGE_SIZE: usize = 4;
 
 /// Holds a backend against the drafter `name` under `golden` (a folder with `models` and `expected`): in f32 hidden
 /// states within half of `tolerance`, draft logits within `tolerance`, every draft and every round; in bf16 the
@@ -107,6 +152,8 @@ pub fn golden_dflash<B: Backend>(
     answers(&expected, &|| load(ComputeType::F32, 23));
     stops(&expected, load(ComputeType::F32, LENGTH));
     shared_beginnings(&expected, &|| load(ComputeType::F32, LENGTH));
+    // Two steps in flight, each with drafts that nobody has read.
+    shared_beginnings(&expected, &|| load(ComputeType::F32, 40));
     nearly_as_good_in_bf16(&expected, &|| load(ComputeType::Bf16, LENGTH));
 }
 
@@ -294,8 +341,12 @@ impl Proposer for Recording {
 
     fn propose(&mut self, runner: &mut dyn Runner, asks: &[Ask<'_>]) -> Result<Vec<Drafts>> {
         let drafts = self.inner.propose(runner, asks)?;
+        // Penalties aside, the loop verifies them without having read them.
+        assert!(drafts.iter().all(|drafts| drafts.tokens.is_empty()));
         let starts = asks.iter().map(|ask| ask.tokens.len() - 1);
-        let rounds = starts.zip(drafts.iter().map(|drafts| drafts.tokens.clone()));
+        let read = runner.read_drafts()?.into_iter();
+        let tokens = read.map(|drafts| drafts.iter().map(|draft| draft.token).collect());
+        let rounds = starts.zip(tokens);
         self.proposed.lock().unwrap().extend(rounds);
         Ok(drafts)
     }

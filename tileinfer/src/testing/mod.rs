@@ -8,7 +8,7 @@ mod numbers;
 mod same_text;
 
 pub use conformance::conformance;
-pub use dflash::{DFLASH_DRAFTERS, golden_dflash};
+pub use dflash::{DFLASH_DRAFTERS, golden_dflash, random_dflash};
 pub use golden::{
     GOLDEN_MODELS, GoldenReport, golden_model, golden_models, golden_smollm2, greedy, load,
     load_quantized, span, tokens,

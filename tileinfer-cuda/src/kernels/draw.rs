@@ -1,0 +1,618 @@
+//! Drawing a token from a row of logits as `tileinfer::sampling` does, to the bit.
+//!
+//! A row is cut into parts of 4096 logits, the blocks of `math::sum`, and every kernel but the last has a
+//! block of threads for each part of each row. A row's numbers are 16 words of `table` (`sampling::Word`
+//! names them), what the kernels find out of it is 8 words of `state`:
+//! 0 lowest rank that a threshold may still have, 1 budget of the search, 2 sum above the threshold,
+//! 3 rank that top-k cuts at, 4 rank that top-p cuts at. Ranks are those of `exact::rank`.
+//!
+//! Both filters keep what lies above the smallest rank x with A(x) < budget, where A(x) sums what lies above
+//! x: ones for top-k, weights for top-p. `search` finds 4 bits of that rank from 16 sums a launch.
+
+#[cutile::module]
+#[allow(missing_docs)]
+pub mod draw {
+    use super::super::exact::exact::*;
+    use super::super::views::views::*;
+    use cutile::core::*;
+
+    /// Writes one number.
+    unsafe fn put<E: ElementType>(
+        base: *mut E,
+        index: i32,
+        value: Tile<E, { [1, 1] }>,
+        free: Token,
+    ) {
+        let to: Tile<i32, { [1, 1] }> = broadcast_scalar(index, shape![1, 1]);
+        let _stored: Token = store_ptr_tko(
+            addresses(base, to),
+            value,
+            ordering::Weak,
+            None::<scope::Device>,
+            None,
+            Some(free),
+            Latency::<0>,
+        );
+    }
+
+    /// `base[first..first + count]`, then whatever `filler` is.
+    unsafe fn run<E: ElementType, const C: i32>(
+        base: *mut E,
+        first: i32,
+        count: i32,
+        filler: Tile<E, { [1, C] }>,
+        free: Token,
+    ) -> Tile<E, { [1, C] }> {
+        let number: Tile<i32, { [1, C] }> = column_numbers::<1, C>();
+        let inside: Tile<bool, { [1, C] }> = lt_tile(number, broadcast_scalar(count, shape![1, C]));
+        let from: Tile<i32, { [1, C] }> = number + broadcast_scalar(first, shape![1, C]);
+        let (value, _t): (Tile<E, { [1, C] }>, Token) = load_ptr_tko(
+            addresses(base, from),
+            ordering::Weak,
+            None::<scope::Device>,
+            Some(inside),
+            None,
+            Some(free),
+            Latency::<0>,
+        );
+        select(inside, value, filler)
+    }
+
+    /// The largest logit of a row.
+    unsafe fn row_top<const P: i32>(
+        maxima: *mut f32,
+        row: i32,
+        parts: i32,
+        free: Token,
+    ) -> Tile<f32, { [1, 1] }> {
+        let least: Tile<f32, { [1, P] }> = constant(f32::NEG_INFINITY, shape![1, P]);
+        let value: Tile<f32, { [1, P] }> = run::<f32, P>(maxima, row * parts, parts, least, free);
+        let top: Tile<f32, { [1] }> = reduce_max(value, 1);
+        top.reshape(shape![1, 1])
+    }
+
+    /// A part of a row of logits: -inf from the `limit` on.
+    unsafe fn part_of<const W: i32>(
+        logits: *mut f32,
+        first: i32,
+        number: i32,
+        limit: i32,
+        free: Token,
+    ) -> Tile<f32, { [1, W] }> {
+        let least: Tile<f32, { [1, W] }> = constant(f32::NEG_INFINITY, shape![1, W]);
+        run::<f32, W>(logits, first + number, limit - number, least, free)
+    }
+
+    /// Adds biases and takes off penalties. An entry is four words: the row of the table, the token, the bias
+    /// and how often the token stands in the output, -1 for tokens without penalties. No two entries of a
+    /// launch name the same logit. Grid: (count / 128).
+    #[cutile::entry(unchecked_accesses = true)]
+    unsafe fn adjust(logits: *mut f32, entries: *mut i32, table: *mut i32, vocab: i32, count: i32) {
+        let pid: (i32, i32, i32) = get_tile_block_id();
+        let free: Token = start();
+        let i: Tile<i32, { [1, 128] }> =
+            broadcast_scalar(pid.0 * 128, shape![1, 128]) + column_numbers::<1, 128>();
+        let there: Tile<bool, { [1, 128] }> = lt_tile(i, broadcast_scalar(count, shape![1, 128]));
+        let nothing: Tile<i32, { [1, 128] }> = constant(0i32, shape![1, 128]);
+        let four: Tile<i32, { [1, 128] }> = constant(4i32, shape![1, 128]);
+        let at: Tile<i32, { [1, 128] }> = select(there, i * four, nothing);
+        let row: Tile<i32, { [1, 128] }> = gathered(entries, at, 0i32, free);
+        let id: Tile<i32, { [1, 128] }> = gathered(entries, at, 1i32, free);
+        let bias: Tile<i32, { [1, 128] }> = gathered(entries, at, 2i32, free);
+        let seen: Tile<i32, { [1, 128] }> = gathered(entries, at, 3i32, free);
+        let sixteen: Tile<i32, { [1, 128] }> = constant(16i32, shape![1, 128]);
+        let words: Tile<i32, { [1, 128] }> = row * sixteen;
+        let source: Tile<i32, { [1, 128] }> = gathered(table, words, 8i32, free);
+        let repetition: Tile<i32, { [1, 128] }> = gathered(table, words, 11i32, free);
+        let reciprocal: Tile<i32, { [1, 128] }> = gathered(table, words, 12i32, free);
+        let presence: Tile<i32, { [1, 128] }> = gathered(table, words, 13i32, free);
+        let frequency: Tile<i32, { [1, 128] }> = gathered(table, words, 14i32, free);
+        let bias: Tile<f32, { [1, 128] }> = bitcast(bias);
+        let repetition: Tile<f32, { [1, 128] }> = bitcast(repetition);
+        let reciprocal: Tile<f32, { [1, 128] }> = bitcast(reciprocal);
+        let presence: Tile<f32, { [1, 128] }> = bitcast(presence);
+        let frequency: Tile<f32, { [1, 128] }> = bitcast(frequency);
+
+        let place: Tile<i32, { [1, 128] }> = source * broadcast_scalar(vocab, shape![1, 128]) + id;
+        let (logit, _t): (Tile<f32, { [1, 128] }>, Token) = load_ptr_tko(
+            addresses(logits, place),
+            ordering::Weak,
+            None::<scope::Device>,
+            Some(there),
+            None,
+            Some(free),
+            Latency::<0>,
+        );
+        let logit: Tile<f32, { [1, 128] }> = plus::<1, 128>(logit, bias);
+        let zero: Tile<f32, { [1, 128] }> = number::<1, 128>(0i32);
+        let factor: Tile<f32, { [1, 128] }> = select(gt_tile(logit, zero), reciprocal, repetition);
+        let scaled: Tile<f32, { [1, 128] }> = times::<1, 128>(logit, factor);
+        let count: Tile<f32, { [1, 128] }> = convert_tile(seen);
+        let off: Tile<f32, { [1, 128] }> =
+            plus::<1, 128>(times::<1, 128>(frequency, count), presence);
+        let less: Tile<f32, { [1, 128] }> =
+            select(gt_tile(seen, nothing), minus::<1, 128>(scaled, off), scaled);
+        let logit: Tile<f32, { [1, 128] }> = select(ge_tile(seen, nothing), less, logit);
+        let _stored: Token = store_ptr_tko(
+            addresses(logits, place),
+            logit,
+            ordering::Weak,
+            None::<scope::Device>,
+            Some(there),
+            Some(free),
+            Latency::<0>,
+        );
+    }
+
+    /// `base[at + offset]`.
+    unsafe fn gathered<const C: i32>(
+        base: *mut i32,
+        at: Tile<i32, { [1, C] }>,
+        offset: i32,
+        free: Token,
+    ) -> Tile<i32, { [1, C] }> {
+        let from: Tile<i32, { [1, C] }> = at + broadcast_scalar(offset, shape![1, C]);
+        let (value, _t): (Tile<i32, { [1, C] }>, Token) = load_ptr_tko(
+            addresses(base, from),
+            ordering::Weak,
+            None::<scope::Device>,
+            None,
+            None,
+            Some(free),
+            Latency::<0>,
+        );
+        value
+    }
+
+    /// The largest logit of each part, and of its NaN and infinite ones the first: twice its id, and 1 if it
+    /// is infinite. With `MASKED`, tokens that the row's mask does not name become -inf, in `logits` as well.
+    /// Begins each row's state. Grid: (parts, rows).
+    #[cutile::entry(unchecked_accesses = true)]
+    unsafe fn survey<const W: i32, const MASKED: i32>(
+        maxima: *mut f32,
+        broken: *mut i32,
+        state: *mut i32,
+        logits: *mut f32,
+        table: *mut i32,
+        masks: *mut i32,
+        vocab: i32,
+        parts: i32,
+    ) {
+        let pid: (i32, i32, i32) = get_tile_block_id();
+        let free: Token = start();
+        let words: i32 = pid.1 * 16;
+        let limit: i32 = scalar_at(free, table, words + 7);
+        let source: i32 = scalar_at(free, table, words + 8);
+        let first: i32 = source * vocab;
+        let mut value: Tile<f32, { [1, W] }> = part_of::<W>(logits, first, pid.0 * W, limit, free);
+        let id: Tile<i32, { [1, W] }> =
+            column_numbers::<1, W>() + broadcast_scalar(pid.0 * W, shape![1, W]);
+        let bits: Tile<i32, { [1, W] }> = bitcast(value);
+        let infinite: Tile<i32, { [1, W] }> = constant(0x7f80_0000i32, shape![1, W]);
+        let others: Tile<i32, { [1, W] }> = constant(0x7fff_ffffi32, shape![1, W]);
+        let plus_infinite: Tile<bool, { [1, W] }> = eq_tile(bits, infinite);
+        let bad: Tile<bool, { [1, W] }> = gt_tile(bits & others, infinite) | plus_infinite;
+        let least: Tile<f32, { [1, W] }> = constant(f32::NEG_INFINITY, shape![1, W]);
+        if MASKED == 1 {
+            let offset: i32 = scalar_at(free, table, words + 9);
+            let count: i32 = scalar_at(free, table, words + 10);
+            if offset >= 0 {
+                let five: Tile<i32, { [1, W] }> = constant(5i32, shape![1, W]);
+                let low: Tile<i32, { [1, W] }> = constant(31i32, shape![1, W]);
+                let one: Tile<i32, { [1, W] }> = constant(1i32, shape![1, W]);
+                let nothing: Tile<i32, { [1, W] }> = constant(0i32, shape![1, W]);
+                let word: Tile<i32, { [1, W] }> = id >> five;
+                let there: Tile<bool, { [1, W] }> =
+                    lt_tile(word, broadcast_scalar(count, shape![1, W]));
+                let from: Tile<i32, { [1, W] }> = word + broadcast_scalar(offset, shape![1, W]);
+                let (word, _t): (Tile<i32, { [1, W] }>, Token) = load_ptr_tko(
+                    addresses(masks, from),
+                    ordering::Weak,
+                    None::<scope::Device>,
+                    Some(there),
+                    None,
+                    Some(free),
+                    Latency::<0>,
+                );
+                let bit: Tile<i32, { [1, W] }> = (word >> (id & low)) & one;
+                let allowed: Tile<bool, { [1, W] }> = gt_tile(bit, nothing) & there;
+                value = select(allowed | bad, value, least);
+                let to: Tile<i32, { [1, W] }> = id + broadcast_scalar(first, shape![1, W]);
+                let inside: Tile<bool, { [1, W] }> =
+                    lt_tile(id, broadcast_scalar(limit, shape![1, W]));
+                let _stored: Token = store_ptr_tko(
+                    addresses(logits, to),
+                    value,
+                    ordering::Weak,
+                    None::<scope::Device>,
+                    Some(inside),
+                    Some(free),
+                    Latency::<0>,
+                );
+            }
+        }
+        let top: Tile<f32, { [1] }> = reduce_max(select(bad, least, value), 1);
+        let far: Tile<i32, { [1, W] }> = constant(2147483647i32, shape![1, W]);
+        let one: Tile<i32, { [1, W] }> = constant(1i32, shape![1, W]);
+        let nothing: Tile<i32, { [1, W] }> = constant(0i32, shape![1, W]);
+        let code: Tile<i32, { [1, W] }> = id + id + select(plus_infinite, one, nothing);
+        let code: Tile<i32, { [1] }> = reduce_min(select(bad, code, far), 1);
+        let at: i32 = pid.1 * parts + pid.0;
+        put::<f32>(maxima, at, top.reshape(shape![1, 1]), free);
+        put::<i32>(broken, at, code.reshape(shape![1, 1]), free);
+        if pid.0 == 0 {
+            let least: Tile<i32, { [1, 1] }> = constant(-2147483648i32, shape![1, 1]);
+            put::<i32>(state, pid.1 * 8, least, free);
+            put::<i32>(state, pid.1 * 8 + 3, least, free);
+            put::<i32>(state, pid.1 * 8 + 4, least, free);
+        }
+    }
+
+    /// 4 bits of the rank that top-k (`WEIGHTED` = 0) or top-p (1) cuts at, those from `shift` on; the last
+    /// part of a row to finish adds up the parts. Rows without the filter are left alone. `tickets` holds a
+    /// zero a row. Grid: (parts, rows).
+    #[cutile::entry(unchecked_accesses = true)]
+    unsafe fn search<const P: i32, const WEIGHTED: i32>(
+        state: *mut i32,
+        partials: *mut f32,
+        tickets: *mut i32,
+        logits: *mut f32,
+        maxima: *mut f32,
+        table: *mut i32,
+        vocab: i32,
+        parts: i32,
+        shift: i32,
+    ) {
+        let pid: (i32, i32, i32) = get_tile_block_id();
+        let free: Token = start();
+        let words: i32 = pid.1 * 16;
+        let wanted: i32 = scalar_at(free, table, words + 2 + WEIGHTED);
+        if wanted != 0 {
+            let found: i32 = pid.1 * 8;
+            let limit: i32 = scalar_at(free, table, words + 7);
+            let source: i32 = scalar_at(free, table, words + 8);
+            let inverse: i32 = scalar_at(free, table, words + 1);
+            let low: i32 = scalar_at(free, state, found);
+            let floor: i32 = scalar_at(free, state, found + 3);
+            let top: Tile<f32, { [1, 1] }> = row_top::<P>(maxima, pid.1, parts, free);
+            let top: Tile<f32, { [1, 256] }> = top.broadcast(shape![1, 256]);
+            let inverse: Tile<f32, { [1, 256] }> = number::<1, 256>(inverse);
+            let floor: Tile<i32, { [1, 256] }> = broadcast_scalar(floor, shape![1, 256]);
+
+            // Threshold j is the last rank of the j-th sixteenth. That of the last one is not asked for in the
+            // first launch, where nothing lies above it: it stands for the sum of all.
+            let turn: Tile<i32, { [16, 1] }> = row_numbers::<16, 1>();
+            let one: Tile<i32, { [16, 1] }> = constant(1i32, shape![16, 1]);
+            let by: Tile<i32, { [16, 1] }> = broadcast_scalar(shift, shape![16, 1]);
+            let mut threshold: Tile<i32, { [16, 1] }> =
+                broadcast_scalar(low, shape![16, 1]) + ((turn + one) << by) - one;
+            if shift == 28 {
+                let last: Tile<i32, { [16, 1] }> = constant(15i32, shape![16, 1]);
+                let least: Tile<i32, { [16, 1] }> = constant(-2147483648i32, shape![16, 1]);
+                threshold = select(eq_tile(turn, last), least, threshold);
+            }
+            let threshold: Tile<i32, { [16, 256] }> = threshold.broadcast(shape![16, 256]);
+
+            // Lanes of `math::sum`, for each threshold.
+            let mut lanes: Tile<f32, { [16, 256] }> = number::<16, 256>(0i32);
+            for i in 0i32..4i32 {
+                // Four at a time, so that their loads wait together.
+                let first: i32 = pid.0 * 4096 + i * 1024;
+                let row: i32 = source * vocab;
+                let a: Tile<f32, { [1, 256] }> = part_of::<256>(logits, row, first, limit, free);
+                let second: i32 = first + 256;
+                let b: Tile<f32, { [1, 256] }> = part_of::<256>(logits, row, second, limit, free);
+                let third: i32 = first + 512;
+                let c: Tile<f32, { [1, 256] }> = part_of::<256>(logits, row, third, limit, free);
+                let fourth: i32 = first + 768;
+                let d: Tile<f32, { [1, 256] }> = part_of::<256>(logits, row, fourth, limit, free);
+                let left: i32 = limit - first;
+                lanes = with_terms::<WEIGHTED>(lanes, a, left, top, inverse, floor, threshold);
+                let left: i32 = limit - second;
+                lanes = with_terms::<WEIGHTED>(lanes, b, left, top, inverse, floor, threshold);
+                let left: i32 = limit - third;
+                lanes = with_terms::<WEIGHTED>(lanes, c, left, top, inverse, floor, threshold);
+                let left: i32 = limit - fourth;
+                lanes = with_terms::<WEIGHTED>(lanes, d, left, top, inverse, floor, threshold);
+            }
+            let sums: Tile<f32, { [16, 1] }> = folded(lanes);
+
+            let at: Tile<i32, { [16, 1] }> =
+                broadcast_scalar((pid.1 * parts + pid.0) * 16, shape![16, 1]) + turn;
+            let stored: Token = store_ptr_tko(
+                addresses(partials, at),
+                sums,
+                ordering::Weak,
+                None::<scope::Device>,
+                None,
+                Some(free),
+                Latency::<0>,
+            );
+            let base: PointerTile<*mut i32, { [] }> = pointer_to_tile(tickets);
+            let ticket: PointerTile<*mut i32, { [] }> = base.offset(pid.1);
+            let once: Tile<i32, { [] }> = constant(1i32, shape![]);
+            let (old, taken): (Tile<i32, { [] }>, Token) = atomic_rmw_tko(
+                ticket,
+                once,
+                atomic::Add,
+                ordering::AcqRel,
+                scope::Device,
+                None,
+                Some(stored),
+            );
+            let old: i32 = tile_to_scalar(old);
+            if old == parts - 1 {
+                let zero: Tile<i32, { [] }> = constant(0i32, shape![]);
+                let _reset: Token = store_ptr_tko(
+                    ticket,
+                    zero,
+                    ordering::Weak,
+                    None::<scope::Device>,
+                    None,
+                    Some(taken),
+                    Latency::<0>,
+                );
+                let mut total: Tile<f32, { [16, 1] }> = number::<16, 1>(0i32);
+                for part in 0i32..parts {
+                    let at: Tile<i32, { [16, 1] }> =
+                        broadcast_scalar((pid.1 * parts + part) * 16, shape![16, 1]) + turn;
+                    let (sums, _t): (Tile<f32, { [16, 1] }>, Token) = load_ptr_tko(
+                        addresses(partials, at),
+                        ordering::Weak,
+                        None::<scope::Device>,
+                        None,
+                        None,
+                        Some(taken),
+                        Latency::<0>,
+                    );
+                    total = plus::<16, 1>(total, sums);
+                }
+                let last: Tile<bool, { [16, 1] }> =
+                    eq_tile(turn, broadcast_scalar(15i32, shape![16, 1]));
+                let mut budget: Tile<f32, { [1, 1] }> =
+                    number::<1, 1>(scalar_at(free, state, found + 1));
+                if shift == 28 {
+                    budget = number::<1, 1>(wanted);
+                    if WEIGHTED == 1 {
+                        budget = times::<1, 1>(budget, only(last, total));
+                    }
+                }
+                let fits: Tile<bool, { [16, 1] }> =
+                    lt_tile(total, budget.broadcast(shape![16, 1])) | last;
+                let far: Tile<i32, { [16, 1] }> = constant(16i32, shape![16, 1]);
+                let first: Tile<i32, { [1] }> = reduce_min(select(fits, turn, far), 0);
+                let first: Tile<i32, { [1, 1] }> = first.reshape(shape![1, 1]);
+                let here: Tile<bool, { [16, 1] }> = eq_tile(turn, first.broadcast(shape![16, 1]));
+                let above: Tile<f32, { [1, 1] }> = only(here, total);
+                let by: Tile<i32, { [1, 1] }> = broadcast_scalar(shift, shape![1, 1]);
+                let next: Tile<i32, { [1, 1] }> =
+                    broadcast_scalar(low, shape![1, 1]) + (first << by);
+                let mut begin: Tile<i32, { [1, 1] }> = next;
+                if shift == 0 {
+                    put::<i32>(state, found + 3 + WEIGHTED, next, taken);
+                    // For the next search.
+                    let least: Tile<i32, { [1, 1] }> = constant(-2147483648i32, shape![1, 1]);
+                    begin = least;
+                }
+                put::<i32>(state, found, begin, taken);
+                let budget: Tile<i32, { [1, 1] }> = bitcast(budget);
+                let above: Tile<i32, { [1, 1] }> = bitcast(above);
+                put::<i32>(state, found + 1, budget, taken);
+                put::<i32>(state, found + 2, above, taken);
+            }
+        }
+    }
+
+    /// The lanes of sixteen sums with one more term each: that of a logit above the threshold. The first `left`
+    /// logits are in the row.
+    fn with_terms<const WEIGHTED: i32>(
+        lanes: Tile<f32, { [16, 256] }>,
+        logit: Tile<f32, { [1, 256] }>,
+        left: i32,
+        top: Tile<f32, { [1, 256] }>,
+        inverse: Tile<f32, { [1, 256] }>,
+        floor: Tile<i32, { [1, 256] }>,
+        threshold: Tile<i32, { [16, 256] }>,
+    ) -> Tile<f32, { [16, 256] }> {
+        let place: Tile<i32, { [1, 256] }> = rank::<1, 256>(logit);
+        let mut weight: Tile<f32, { [1, 256] }> = number::<1, 256>(0x3f80_0000i32);
+        if WEIGHTED == 1 {
+            let scaled: Tile<f32, { [1, 256] }> =
+                times::<1, 256>(minus::<1, 256>(logit, top), inverse);
+            weight = exponential::<1, 256>(scaled);
+        }
+        let inside: Tile<bool, { [1, 256] }> = lt_tile(
+            column_numbers::<1, 256>(),
+            broadcast_scalar(left, shape![1, 256]),
+        );
+        let counts: Tile<bool, { [1, 256] }> = inside & ge_tile(place, floor);
+        let weight: Tile<f32, { [1, 256] }> = select(counts, weight, number::<1, 256>(0i32));
+        let above: Tile<bool, { [16, 256] }> = gt_tile(place.broadcast(shape![16, 256]), threshold);
+        let none: Tile<f32, { [16, 256] }> = number::<16, 256>(0i32);
+        let term: Tile<f32, { [16, 256] }> = select(above, weight.broadcast(shape![16, 256]), none);
+        plus::<16, 256>(lanes, term)
+    }
+
+    /// The one value that is chosen; values are not negative.
+    fn only(
+        chosen: Tile<bool, { [16, 1] }>,
+        value: Tile<f32, { [16, 1] }>,
+    ) -> Tile<f32, { [1, 1] }> {
+        let nothing: Tile<f32, { [16, 1] }> = number::<16, 1>(0i32);
+        let value: Tile<f32, { [1] }> = reduce_max(select(chosen, value, nothing), 0);
+        value.reshape(shape![1, 1])
+    }
+
+    /// `math::fold` of sixteen sums: each reduction adds two numbers.
+    fn folded(lanes: Tile<f32, { [16, 256] }>) -> Tile<f32, { [16, 1] }> {
+        let halves: Tile<f32, { [16, 2, 128] }> = lanes.reshape(shape![16, 2, 128]);
+        let lanes: Tile<f32, { [16, 128] }> = reduce_sum(halves, 1);
+        let halves: Tile<f32, { [16, 2, 64] }> = lanes.reshape(shape![16, 2, 64]);
+        let lanes: Tile<f32, { [16, 64] }> = reduce_sum(halves, 1);
+        let halves: Tile<f32, { [16, 2, 32] }> = lanes.reshape(shape![16, 2, 32]);
+        let lanes: Tile<f32, { [16, 32] }> = reduce_sum(halves, 1);
+        let halves: Tile<f32, { [16, 2, 16] }> = lanes.reshape(shape![16, 2, 16]);
+        let lanes: Tile<f32, { [16, 16] }> = reduce_sum(halves, 1);
+        let halves: Tile<f32, { [16, 2, 8] }> = lanes.reshape(shape![16, 2, 8]);
+        let lanes: Tile<f32, { [16, 8] }> = reduce_sum(halves, 1);
+        let halves: Tile<f32, { [16, 2, 4] }> = lanes.reshape(shape![16, 2, 4]);
+        let lanes: Tile<f32, { [16, 4] }> = reduce_sum(halves, 1);
+        let halves: Tile<f32, { [16, 2, 2] }> = lanes.reshape(shape![16, 2, 2]);
+        let lanes: Tile<f32, { [16, 2] }> = reduce_sum(halves, 1);
+        let sums: Tile<f32, { [16] }> = reduce_sum(lanes, 1);
+        sums.reshape(shape![16, 1])
+    }
+
+    /// How many logits of each part are the one that top-p cuts at. Grid: (parts, rows).
+    #[cutile::entry(unchecked_accesses = true)]
+    unsafe fn ties<const W: i32>(
+        counts: *mut i32,
+        state: *mut i32,
+        logits: *mut f32,
+        table: *mut i32,
+        vocab: i32,
+        parts: i32,
+    ) {
+        let pid: (i32, i32, i32) = get_tile_block_id();
+        let free: Token = start();
+        let words: i32 = pid.1 * 16;
+        let wanted: i32 = scalar_at(free, table, words + 3);
+        if wanted != 0 {
+            let limit: i32 = scalar_at(free, table, words + 7);
+            let source: i32 = scalar_at(free, table, words + 8);
+            let cut: i32 = scalar_at(free, state, pid.1 * 8 + 4);
+            let value: Tile<f32, { [1, W] }> =
+                part_of::<W>(logits, source * vocab, pid.0 * W, limit, free);
+            // The cut is a number: what lies outside the row is none.
+            let equal: Tile<bool, { [1, W] }> =
+                eq_tile(rank::<1, W>(value), broadcast_scalar(cut, shape![1, W]));
+            let one: Tile<i32, { [1, W] }> = constant(1i32, shape![1, W]);
+            let nothing: Tile<i32, { [1, W] }> = constant(0i32, shape![1, W]);
+            let count: Tile<i32, { [1] }> = reduce_sum(select(equal, one, nothing), 1);
+            let at: i32 = pid.1 * parts + pid.0;
+            put::<i32>(counts, at, count.reshape(shape![1, 1]), free);
+        }
+    }
+
+    /// The best score of each part and where it first stands: the logit itself, or scaled and with its noise
+    /// where the filters leave it. Grid: (parts, rows).
+    #[cutile::entry(unchecked_accesses = true)]
+    unsafe fn score<const W: i32, const P: i32>(
+        best: *mut f32,
+        place: *mut i32,
+        state: *mut i32,
+        counts: *mut i32,
+        logits: *mut f32,
+        maxima: *mut f32,
+        table: *mut i32,
+        vocab: i32,
+        parts: i32,
+    ) {
+        let pid: (i32, i32, i32) = get_tile_block_id();
+        let free: Token = start();
+        let words: i32 = pid.1 * 16;
+        let greedy: i32 = scalar_at(free, table, words);
+        let limit: i32 = scalar_at(free, table, words + 7);
+        let source: i32 = scalar_at(free, table, words + 8);
+        let mut value: Tile<f32, { [1, W] }> =
+            part_of::<W>(logits, source * vocab, pid.0 * W, limit, free);
+        let id: Tile<i32, { [1, W] }> =
+            column_numbers::<1, W>() + broadcast_scalar(pid.0 * W, shape![1, W]);
+        let least: Tile<f32, { [1, W] }> = constant(f32::NEG_INFINITY, shape![1, W]);
+        let inside: Tile<bool, { [1, W] }> = lt_tile(id, broadcast_scalar(limit, shape![1, W]));
+        if greedy == 0 {
+            let found: i32 = pid.1 * 8;
+            let inverse: i32 = scalar_at(free, table, words + 1);
+            let top_p: i32 = scalar_at(free, table, words + 3);
+            let min_p: i32 = scalar_at(free, table, words + 4);
+            let key_0: i32 = scalar_at(free, table, words + 5);
+            let key_1: i32 = scalar_at(free, table, words + 6);
+            let floor: i32 = scalar_at(free, state, found + 3);
+            let top: Tile<f32, { [1, 1] }> = row_top::<P>(maxima, pid.1, parts, free);
+            let scaled: Tile<f32, { [1, W] }> = times::<1, W>(
+                minus::<1, W>(value, top.broadcast(shape![1, W])),
+                number::<1, W>(inverse),
+            );
+            let ranks: Tile<i32, { [1, W] }> = rank::<1, W>(value);
+            let weight: Tile<f32, { [1, W] }> = exponential::<1, W>(scaled);
+            // Nothing that weighs less than `math::EXP_CUTOFF` says is ever drawn.
+            let mut stays: Tile<bool, { [1, W] }> = inside
+                & ge_tile(ranks, broadcast_scalar(floor, shape![1, W]))
+                & ge_tile(scaled, number::<1, W>(-1028784128i32))
+                & ge_tile(weight, number::<1, W>(min_p));
+            if top_p != 0 {
+                let budget: i32 = scalar_at(free, state, found + 1);
+                let above: i32 = scalar_at(free, state, found + 2);
+                let cut: i32 = scalar_at(free, state, found + 4);
+                let none: Tile<i32, { [1, P] }> = constant(0i32, shape![1, P]);
+                let before: Tile<i32, { [1, P] }> =
+                    run::<i32, P>(counts, pid.1 * parts, pid.0, none, free);
+                let before: Tile<i32, { [1] }> = reduce_sum(before, 1);
+                let before: Tile<i32, { [1, 1] }> = before.reshape(shape![1, 1]);
+                let cut: Tile<i32, { [1, W] }> = broadcast_scalar(cut, shape![1, W]);
+                let equal: Tile<bool, { [1, W] }> = eq_tile(ranks, cut);
+                let one: Tile<i32, { [1, W] }> = constant(1i32, shape![1, W]);
+                let nothing: Tile<i32, { [1, W] }> = constant(0i32, shape![1, W]);
+                let counted: Tile<i32, { [1, W] }> = select(equal, one, nothing);
+                let upto: Tile<i32, { [1, W] }> = scan_sum(counted, 1i32, reverse::Forward, 0i32);
+                let earlier: Tile<i32, { [1, W] }> =
+                    upto - counted + before.broadcast(shape![1, W]);
+                let lower: Tile<f32, { [1, W] }> = convert_tile(earlier);
+                let sum: Tile<f32, { [1, W] }> =
+                    plus::<1, W>(number::<1, W>(above), times::<1, W>(lower, weight));
+                let fits: Tile<bool, { [1, W] }> =
+                    lt_tile(sum, number::<1, W>(budget)) | eq_tile(earlier, nothing);
+                stays = stays & (gt_tile(ranks, cut) | (equal & fits));
+            }
+            let noisy: Tile<f32, { [1, W] }> =
+                plus::<1, W>(scaled, gumbel::<1, W>(id, key_0, key_1));
+            value = select(stays, noisy, least);
+        }
+        let top: Tile<f32, { [1] }> = reduce_max(value, 1);
+        let top: Tile<f32, { [1, 1] }> = top.reshape(shape![1, 1]);
+        let far: Tile<i32, { [1, W] }> = constant(2147483647i32, shape![1, W]);
+        let here: Tile<bool, { [1, W] }> = eq_tile(value, top.broadcast(shape![1, W])) & inside;
+        let first: Tile<i32, { [1] }> = reduce_min(select(here, id, far), 1);
+        let at: i32 = pid.1 * parts + pid.0;
+        put::<f32>(best, at, top, free);
+        put::<i32>(place, at, first.reshape(shape![1, 1]), free);
+    }
+
+    /// The token of each row: that of its best score, the first among equals; -1 where no token may come;
+    /// -2 - c where a logit is broken, c being what `survey` says of it. Grid: (rows).
+    #[cutile::entry(unchecked_accesses = true)]
+    unsafe fn choose<const P: i32>(
+        tokens: *mut i32,
+        best: *mut f32,
+        place: *mut i32,
+        maxima: *mut f32,
+        broken: *mut i32,
+        table: *mut i32,
+        parts: i32,
+    ) {
+        let pid: (i32, i32, i32) = get_tile_block_id();
+        let free: Token = start();
+        let to: i32 = scalar_at(free, table, pid.0 * 16 + 15);
+        let first: i32 = pid.0 * parts;
+        let least: Tile<f32, { [1, P] }> = constant(f32::NEG_INFINITY, shape![1, P]);
+        let far: Tile<i32, { [1, P] }> = constant(2147483647i32, shape![1, P]);
+        let value: Tile<f32, { [1, P] }> = run::<f32, P>(best, first, parts, least, free);
+        let index: Tile<i32, { [1, P] }> = run::<i32, P>(place, first, parts, far, free);
+        let code: Tile<i32, { [1, P] }> = run::<i32, P>(broken, first, parts, far, free);
+        let top: Tile<f32, { [1] }> = reduce_max(value, 1);
+        let top: Tile<f32, { [1, 1] }> = top.reshape(shape![1, 1]);
+        let here: Tile<bool, { [1, P] }> = eq_tile(value, top.broadcast(shape![1, P]));
+        let token: Tile<i32, { [1] }> = reduce_min(select(here, index, far), 1);
+        let token: Tile<i32, { [1, 1] }> = token.reshape(shape![1, 1]);
+        let code: Tile<i32, { [1] }> = reduce_min(code, 1);
+        let code: Tile<i32, { [1, 1] }> = code.reshape(shape![1, 1]);
+        let largest: Tile<f32, { [1, 1] }> = row_top::<P>(maxima, pid.0, parts, free);
+        let none: Tile<f32, { [1, 1] }> = constant(f32::NEG_INFINITY, shape![1, 1]);
+        let nothing: Tile<i32, { [1, 1] }> = constant(-1i32, shape![1, 1]);
+        let two: Tile<i32, { [1, 1] }> = constant(-2i32, shape![1, 1]);
+        let end: Tile<i32, { [1, 1] }> = constant(2147483647i32, shape![1, 1]);
+        let token: Tile<i32, { [1, 1] }> = select(eq_tile(largest, none), nothing, token);
+        let token: Tile<i32, { [1, 1] }> = select(lt_tile(code, end), two - code, token);
+        put::<i32>(tokens, to, token, free);
+    }
+}
