@@ -166,6 +166,9 @@ pub(crate) struct PlaceArgs {
     /// Type of activations and cache; f32 is the parity mode
     #[arg(long, default_value = "auto", value_enum)]
     pub(crate) dtype: DtypeArg,
+    /// The part of a GPU's memory that is taken at most, by this and other programs together
+    #[arg(long, default_value = "0.9", value_name = "PART", value_parser = parse_part)]
+    pub(crate) gpu_memory_utilization: f64,
     /// Threads of the CPU backend (default: the cores this process may use)
     #[arg(long, value_name = "N", value_parser = at_least_one())]
     pub(crate) threads: Option<usize>,
@@ -181,6 +184,14 @@ pub(crate) struct PlaceArgs {
     /// Divide the keys of an int8 cache by the factors in FILE, or by nothing (default: measured at load)
     #[arg(long, value_name = "FILE|none")]
     pub(crate) kv_smoothing: Option<PathBuf>,
+}
+
+/// A part of a whole: above 0, up to 1.
+fn parse_part(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(part) if part > 0.0 && part <= 1.0 => Ok(part),
+        _ => Err("a number above 0 and up to 1, such as 0.9".to_owned()),
+    }
 }
 
 /// What `--quant` can say.

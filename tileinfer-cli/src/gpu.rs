@@ -5,6 +5,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use tileinfer::backend::ComputeType;
+use tileinfer::config::ModelConfig;
+use tileinfer::plan::budget;
 use tileinfer::{Error, Result};
 use tileinfer_cuda::CudaBackend;
 use tileinfer_cuda::ceiling::{self, Ceilings};
@@ -12,47 +14,56 @@ use tileinfer_cuda::driver::{self, DeviceInfo};
 use tileinfer_cuda::ops::Ops;
 use tileinfer_cuda::store::{self, KernelOptions};
 
-/// The part of a GPU's memory that is taken at most: the driver and other programs need some as well.
-const UTILIZATION: f64 = 0.9;
-
 /// Rows of one step: enough to fill the tensor cores many times over.
 pub(crate) const ROWS: usize = 2048;
 
 /// An open GPU with kernels for it.
 #[derive(Debug, Clone)]
-pub(crate) struct Gpu(Arc<Ops>);
+pub(crate) struct Gpu {
+    ops: Arc<Ops>,
+    /// The part of its memory that is taken at most.
+    pub(crate) utilization: f64,
+}
 
 impl Gpu {
     /// Opens a GPU; the error says why it is not usable.
-    pub(crate) fn open(number: usize) -> Result<Self> {
+    pub(crate) fn open(number: usize, utilization: f64) -> Result<Self> {
         let found = driver::devices()?;
         if let Some(info) = found.get(number) {
             pack(info)?;
         }
-        Ok(Gpu(Arc::new(Ops::open(number, &kernels())?)))
+        let ops = Arc::new(Ops::open(number, &kernels())?);
+        Ok(Gpu { ops, utilization })
     }
 
     /// What the driver calls it.
     pub(crate) fn name(&self) -> &str {
-        &self.0.device().info().name
+        &self.ops.device().info().name
     }
 
-    /// Bytes of its memory that may still be taken.
+    /// Bytes of its memory that may still be taken: the driver and its recordings need some as well.
     pub(crate) fn available(&self) -> Result<u64> {
-        let (free, total) = self.0.device().memory()?;
-        let kept = (total as f64 * (1.0 - UTILIZATION)) as u64;
-        Ok(free.saturating_sub(kept))
+        let (free, total) = self.ops.device().memory()?;
+        Ok(budget(free, total, self.utilization))
     }
 
     /// A backend on it.
     pub(crate) fn backend(&self, compute: ComputeType) -> CudaBackend {
-        CudaBackend::with_ops(compute, self.0.clone())
+        CudaBackend::with_ops(compute, self.ops.clone())
     }
 
     /// What it can do, measured.
     pub(crate) fn ceilings(&self) -> Result<Ceilings> {
-        ceiling::measure(&self.0)
+        ceiling::measure(&self.ops)
     }
+}
+
+/// Bytes that running a model of `config` takes as it goes, besides what is allocated for it at first.
+pub(crate) fn scratch(config: &ModelConfig, sequences: usize, longest: usize) -> u64 {
+    // Steps of up to so many rows are recorded whatever the number of sequences.
+    const RECORDED_ROWS: usize = 16;
+    let rows = sequences.max(RECORDED_ROWS);
+    tileinfer_cuda::scratch_reserve(rows, config.num_heads, config.head_dim, longest)
 }
 
 /// The GPUs that the driver shows.

@@ -7,7 +7,7 @@ use anyhow::{Result, bail};
 use tileinfer::backend::{Backend, ComputeType, Profile, Profiled, ReferenceBackend};
 use tileinfer::config::ModelConfig;
 use tileinfer::engine::StepLoop;
-use tileinfer::kv::{KeySmoothing, KvElement};
+use tileinfer::kv::{KeySmoothing, KvElement, PAGE_SIZE};
 use tileinfer::model::{
     CALIBRATION_TEXT, CALIBRATION_TOKENS, DFlashDrafter, DecoderLM, LoadOptions, Quant, calibrate,
 };
@@ -38,19 +38,20 @@ pub(crate) enum Device {
 
 impl Device {
     /// What `--device` asks for.
-    pub(crate) fn choose(asked: DeviceArg, voice: &Voice) -> Result<Self> {
-        match asked {
-            DeviceArg::Auto => Ok(Self::best(voice)),
+    pub(crate) fn choose(place: &PlaceArgs, voice: &Voice) -> Result<Self> {
+        let part = place.gpu_memory_utilization;
+        match place.device {
+            DeviceArg::Auto => Ok(Self::best(part, voice)),
             DeviceArg::Cpu => Ok(Device::Cpu),
             DeviceArg::Reference => Ok(Device::Reference),
-            DeviceArg::Cuda(number) => Self::cuda(number),
+            DeviceArg::Cuda(number) => Self::cuda(number, part),
         }
     }
 
     /// A GPU if there is one that is usable, else the CPU.
     #[cfg(feature = "cuda")]
-    fn best(voice: &Voice) -> Self {
-        match Gpu::open(0) {
+    fn best(part: f64, voice: &Voice) -> Self {
+        match Gpu::open(0, part) {
             Ok(gpu) => {
                 voice.note(&format!("running on {}", gpu.name()));
                 Device::Cuda(gpu)
@@ -63,17 +64,17 @@ impl Device {
     }
 
     #[cfg(not(feature = "cuda"))]
-    fn best(_: &Voice) -> Self {
+    fn best(_: f64, _: &Voice) -> Self {
         Device::Cpu
     }
 
     #[cfg(feature = "cuda")]
-    fn cuda(number: usize) -> Result<Self> {
-        Ok(Device::Cuda(Gpu::open(number)?))
+    fn cuda(number: usize, part: f64) -> Result<Self> {
+        Ok(Device::Cuda(Gpu::open(number, part)?))
     }
 
     #[cfg(not(feature = "cuda"))]
-    fn cuda(_: usize) -> Result<Self> {
+    fn cuda(_: usize, _: f64) -> Result<Self> {
         bail!("this tileinfer was built without CUDA: use --device cpu")
     }
 
@@ -93,6 +94,34 @@ impl Device {
             Device::Cpu | Device::Reference => Ok(memory::available()),
             #[cfg(feature = "cuda")]
             Device::Cuda(gpu) => Ok(gpu.available()?),
+        }
+    }
+
+    /// How `available` bytes are said, and what to do if they do not do.
+    fn memory_words(&self, available: u64) -> (String, &'static str) {
+        let all = readable(available);
+        match self {
+            Device::Cpu | Device::Reference => (
+                format!("{all} of memory are available"),
+                "close other programs, or choose a smaller model",
+            ),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(gpu) => (
+                format!(
+                    "{all} of the GPU's memory may be taken (--gpu-memory-utilization {})",
+                    gpu.utilization
+                ),
+                "end other programs on the GPU, take --quant int8, or choose a smaller model",
+            ),
+        }
+    }
+
+    /// Whether many sequences share one pool of pages that takes all the memory that is left.
+    fn shares_pool(&self) -> bool {
+        match self {
+            Device::Cpu | Device::Reference => false,
+            #[cfg(feature = "cuda")]
+            Device::Cuda(_) => true,
         }
     }
 
@@ -121,17 +150,28 @@ impl Device {
         let activation_bytes = match self {
             // Kept in f32 words, whatever they are rounded to.
             Device::Cpu | Device::Reference => 4,
+            // Int8 weights want two rows of bytes beside each.
             #[cfg(feature = "cuda")]
-            Device::Cuda(_) => compute.size(),
+            Device::Cuda(_) => compute.size() + 2 * usize::from(int8(place)),
         };
-        MemoryPlan::new(
+        let scratch = match self {
+            Device::Cpu | Device::Reference => 0,
+            #[cfg(feature = "cuda")]
+            Device::Cuda(_) => {
+                let longest = place.ctx_size.unwrap_or(config.max_position_embeddings);
+                gpu::scratch(config, sequences, longest)
+            }
+        };
+        let mut plan = MemoryPlan::new(
             config,
             weights_bytes,
             element,
             activation_bytes,
             self.rows(),
             sequences,
-        )
+        );
+        plan.workspace_bytes = plan.workspace_bytes.saturating_add(scratch);
+        plan
     }
 }
 
@@ -157,6 +197,11 @@ impl<'a> Purpose<'a> {
             profile: None,
             spec: None,
         }
+    }
+
+    /// Whether its sequences take pages from one pool, so that not all can be at their longest.
+    fn shares_pool(self, device: &Device) -> bool {
+        self.sequences > 1 && self.length.is_none() && device.shares_pool()
     }
 
     /// The same with drafts.
@@ -186,11 +231,15 @@ pub(crate) fn open(
 ) -> Result<Opened> {
     let start = Instant::now();
     // Before the weights are mapped: they are part of the plan, and of what a limit on the address space counts.
-    let device = Device::choose(place.device, voice)?;
+    let device = Device::choose(place, voice)?;
     let available = device.available()?;
     let config = ModelConfig::from_dir(dir)?;
     let checkpoint = Checkpoint::open(dir)?;
     let compute = compute_type(place.dtype);
+    // Before anything of the weights is read: the headers say how large they are.
+    let foreseen = HostModel::bytes_of(&checkpoint.tensors(), compute, int8(place));
+    let plan = device.memory_plan(&config, foreseen, place, purpose.sequences);
+    fitting(&device, &plan, place, purpose, available)?;
     let bar = voice.bar("reading the weights", 1);
     // What becomes int8 does so from what is stored, matrix by matrix: nothing is rounded to bf16 before.
     let keep = match quant(place) {
@@ -247,9 +296,15 @@ pub(crate) fn open_random(
     voice: &Voice,
 ) -> Result<Opened> {
     let start = Instant::now();
-    let device = Device::choose(place.device, voice)?;
+    let device = Device::choose(place, voice)?;
     let bytes = config.weights_bytes(2);
     let available = device.available()?;
+    let foreseen = config.weights_bytes(match int8(place) {
+        true => 1,
+        false => compute_type(place.dtype).size(),
+    });
+    let plan = device.memory_plan(&config, foreseen, place, purpose.sequences);
+    fitting(&device, &plan, place, purpose, available)?;
     // They are made here, wherever they go.
     let here = memory::available();
     if bytes > here {
@@ -341,10 +396,21 @@ fn place_model(
         let beside = device.memory_plan(config, bytes, place, purpose.sequences);
         plan = speculate::together(plan, beside);
     }
-    let length = context_length(&config, &plan, place, purpose, available, voice)?;
-    let per_sequence = length.div_ceil(tileinfer::kv::PAGE_SIZE);
+    let length = context_length(&config, &device, &plan, place, purpose, available, voice)?;
+    let pages = match purpose.shares_pool(&device) {
+        true => plan.shared_pages(available, purpose.sequences, length),
+        false => length.div_ceil(PAGE_SIZE) * purpose.sequences,
+    };
+    if purpose.shares_pool(&device) {
+        let tokens = pages * PAGE_SIZE;
+        let bytes = readable(plan.context_bytes(tokens as u64));
+        voice.note(&format!(
+            "the cache holds {tokens} tokens ({bytes}), which up to {} sequences share",
+            purpose.sequences
+        ));
+    }
     let options = RunnerOptions {
-        pages: per_sequence * purpose.sequences,
+        pages,
         max_rows: device.rows().min(length).max(purpose.sequences),
         max_spans: purpose.sequences,
         ..RunnerOptions::for_length(length)
@@ -504,9 +570,44 @@ impl Load<'_> {
     }
 }
 
+/// How long a context fits, if a context fits as it is asked for.
+///
+/// # Errors
+/// What is too large, with the numbers.
+fn fitting(
+    device: &Device,
+    plan: &MemoryPlan,
+    place: &PlaceArgs,
+    purpose: Purpose<'_>,
+    available: u64,
+) -> Result<usize> {
+    let sharing = match purpose.shares_pool(device) {
+        true => 1,
+        false => purpose.sequences.max(1),
+    };
+    let fits = plan.max_context(available) as usize / sharing;
+    let (has, remedy) = device.memory_words(available);
+    let (weights, buffers) = (readable(plan.weights_bytes), readable(plan.workspace_bytes));
+    if fits == 0 {
+        bail!("the model's weights take {weights} and its buffers {buffers}, and {has}: {remedy}");
+    }
+    if let Some(wanted) = place
+        .ctx_size
+        .or(purpose.length)
+        .filter(|&wanted| wanted > fits)
+    {
+        let kv = readable(plan.context_bytes(wanted.saturating_mul(sharing) as u64));
+        bail!(
+            "a context of {wanted} tokens takes {kv} beside {weights} of weights and {buffers} of buffers, and {has}: {fits} tokens fit (--ctx-size {fits})"
+        );
+    }
+    Ok(fits)
+}
+
 /// The context that is asked for, needed, or as long as the model allows and memory holds.
 fn context_length(
     config: &ModelConfig,
+    device: &Device,
     plan: &MemoryPlan,
     place: &PlaceArgs,
     purpose: Purpose<'_>,
@@ -514,30 +615,14 @@ fn context_length(
     voice: &Voice,
 ) -> Result<usize> {
     let most = config.max_position_embeddings;
-    let fits = plan.max_context(available) as usize / purpose.sequences.max(1);
-    let wanted = place.ctx_size.or(purpose.length);
-    if let Some(wanted) = wanted {
+    let fits = fitting(device, plan, place, purpose, available)?;
+    if let Some(wanted) = place.ctx_size.or(purpose.length) {
         if wanted > most {
             voice.note(&format!(
                 "a context of {wanted} tokens is longer than the {most} that the model was made for"
             ));
         }
-        if wanted > fits {
-            let all = wanted.saturating_mul(purpose.sequences) as u64;
-            let kv = plan.context_bytes(all);
-            let (weights, all) = (readable(plan.weights_bytes), readable(available));
-            bail!(
-                "a context of {wanted} tokens takes {} beside {weights} of weights, and {all} of memory are available: {fits} tokens fit (--ctx-size {fits})",
-                readable(kv)
-            );
-        }
         return Ok(wanted);
-    }
-    if fits == 0 {
-        let (weights, all) = (readable(plan.weights_bytes), readable(available));
-        bail!(
-            "the model's weights take {weights} and {all} of memory are available: close other programs, or choose a smaller model"
-        );
     }
     if fits < most {
         voice.note(&format!(

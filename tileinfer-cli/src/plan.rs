@@ -18,7 +18,7 @@ use crate::voice::Voice;
 pub(crate) fn plan(args: &PlanArgs) -> Result<()> {
     let voice = Voice::new(args.model.voice);
     let place = &args.model.place;
-    let device = Device::choose(place.device, &voice)?;
+    let device = Device::choose(place, &voice)?;
     let (config, tensors) = read(args, &voice)?;
     if let Some(scheme) = Int8Scheme::of(&config).map_err(anyhow::Error::msg)? {
         voice.note(&format!("the checkpoint holds {scheme}"));

@@ -29,6 +29,21 @@ const EVERYTHING: usize = 1 << 30;
 /// Most scratch that attention split over keys may take before it is done whole.
 const SPLIT_SCRATCH: usize = 256 << 20;
 
+/// Bytes to leave for what attention allocates while a model runs, with up to `rows` rows a recorded step and
+/// sequences of up to `longest` positions. Scratch grows in powers of two and none is freed, so that all of it
+/// is less than twice the largest.
+pub fn scratch_reserve(rows: usize, heads: usize, head_dim: usize, longest: usize) -> u64 {
+    // Recordings are made for the longest sequence.
+    let slots = longest.div_ceil(KEY_BLOCK) + 1;
+    // What `Ops::split_scratch` says, for numbers that nobody has checked.
+    let factors = [rows, heads, slots, 4 * (head_dim + 2)];
+    let recorded = factors
+        .into_iter()
+        .fold(1, |bytes: u64, factor| bytes.saturating_mul(factor as u64));
+    let largest = recorded.checked_next_power_of_two().unwrap_or(u64::MAX);
+    largest.max(SPLIT_SCRATCH as u64).saturating_mul(2)
+}
+
 /// Bytes of each of the two buffers that weights pass through.
 const LOAD_BUFFER: usize = 16 << 20;
 
@@ -1532,4 +1547,21 @@ fn is_plain_argmax(sampler: &RowSampler, width: usize) -> bool {
         && sampler.mask.is_none()
         && sampler.top_logprobs.is_none()
         && sampler.vocabulary >= width
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_reserve_holds_all_scratch_that_attention_may_take() {
+        // 64 sequences of up to 131072 positions, 32 heads of 128.
+        let largest = Ops::split_scratch(64, 32, 128, 131_072 / KEY_BLOCK + 1);
+        assert!(largest > SPLIT_SCRATCH);
+        let reserve = scratch_reserve(64, 32, 128, 131_072);
+        assert_eq!(reserve, 2 * largest.next_power_of_two() as u64);
+        // A prefill takes up to so much whatever the length.
+        assert_eq!(scratch_reserve(1, 1, 64, 1), 2 * SPLIT_SCRATCH as u64);
+        assert_eq!(scratch_reserve(1 << 48, 64, 128, 1 << 48), u64::MAX);
+    }
 }

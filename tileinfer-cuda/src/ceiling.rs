@@ -123,7 +123,7 @@ fn product(ops: &Ops) -> Result<f64> {
 }
 
 /// Bytes of `count` normal random bf16 values (Box and Muller), the same every time.
-fn normal(count: usize) -> Vec<u8> {
+pub fn normal(count: usize) -> Vec<u8> {
     let mut state = 1_u64;
     let mut uniform = || {
         state = state

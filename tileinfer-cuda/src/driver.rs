@@ -175,6 +175,11 @@ impl Device {
         check(code, "taking the context")
     }
 
+    /// The stream that everything is queued on, for libraries that queue work of their own.
+    pub fn stream(&self) -> sys::CUstream {
+        self.stream
+    }
+
     /// Waits until everything queued has run.
     pub fn synchronize(&self) -> Result<()> {
         self.bind()?;

@@ -13,8 +13,10 @@ pub mod kernels;
 pub mod ops;
 pub mod pack;
 pub mod sampling;
+pub mod sass;
 pub mod store;
 
 pub use backend::{
     CudaBackend, CudaGraph, CudaOptions, CudaPages, CudaRope, CudaStep, CudaTensor, CudaWeight,
+    scratch_reserve,
 };

@@ -48,15 +48,25 @@ pub(crate) fn run(root: &Path) -> Result<()> {
         eprintln!("NOTICE: {error:#}\nThe tests against Python's own packages will skip");
     }
 
-    if root.join("target/cuda-toolchain").exists() {
+    // What cannot be had is said; what is there has to compile.
+    steps.begin("CUDA toolchain");
+    if let Err(error) = cuda::lay_out(root) {
+        eprintln!("{}", without_cuda(&error));
+    } else {
         steps.begin("CUDA");
-        let clippy = ["clippy", "--package", CUDA, "--all-targets"];
+        let clippy = [
+            "clippy",
+            "--package",
+            CUDA,
+            "--all-targets",
+            "--all-features",
+        ];
         cargo(root, &[&clippy[..], &warnings_are_errors].concat(), None)?;
         cargo(root, &["test", "--package", CUDA], None)?;
         steps.begin("kernels");
         cuda::kernels_for(root, &KERNEL_ARCHITECTURES)?;
-    } else {
-        eprintln!("NOTICE: {CUDA} is not built: cargo xtask cuda-toolchain brings what it needs");
+        steps.begin("machine code");
+        cuda::sass_of(root, &KERNEL_ARCHITECTURES)?;
     }
 
     steps.begin("tests");
@@ -64,10 +74,19 @@ pub(crate) fn run(root: &Path) -> Result<()> {
     cargo(root, &tests, None)
 }
 
+/// What is said where the GPU backend cannot be checked.
+fn without_cuda(error: &anyhow::Error) -> String {
+    let line = "=".repeat(72);
+    format!(
+        "{line}\nNOTICE: {error:#}\n{CUDA} AND ITS KERNELS ARE NOT CHECKED HERE: a change to them is not proved \
+         by this run. On a machine with pip's network `cargo xtask cuda-toolchain` brings what they need.\n{line}"
+    )
+}
+
 /// What every kernel is compiled for: the one that is measured, and one more.
 const KERNEL_ARCHITECTURES: [&str; 2] = ["sm_90", "sm_100"];
 
-/// Needs headers that a bare machine has not, so it is built where they are.
+/// Needs headers from PyPI, so it is built where they can be had.
 const CUDA: &str = "tileinfer-cuda";
 
 /// Packages that tests talk to, in a virtual environment of their own: the hub's client reads and writes the

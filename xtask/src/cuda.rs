@@ -10,15 +10,57 @@ use anyhow::{Context, Result, bail, ensure};
 
 use crate::files::NewFolder;
 
-/// The wheels and what of each is wanted: headers for the bindings, `tileiras` with the `libnvvm` and
-/// `ptxas` that it runs. Their versions have to match.
-const WHEELS: [(&str, &str); 6] = [
-    ("nvidia-cuda-runtime==13.5.37", "include/"),
-    ("nvidia-cuda-crt==13.5.37", "include/"),
-    ("nvidia-curand==10.4.5.25", "include/"),
-    ("nvidia-cuda-tileiras==13.5.37", "bin/tileiras"),
-    ("nvidia-nvvm==13.5.37", "lib/libnvvm"),
-    ("nvidia-cuda-nvcc==13.5.37", "bin/ptxas"),
+/// A wheel and what of it is wanted.
+struct Wheel {
+    /// Package and version.
+    package: &'static str,
+    /// The folder in the wheel that becomes the toolchain's `to`.
+    from: &'static str,
+    /// See `from`; empty for the toolchain itself.
+    to: &'static str,
+    /// How the wanted paths in it begin.
+    part: &'static str,
+}
+
+impl Wheel {
+    /// One of NVIDIA's, whose toolkit folder becomes the toolchain.
+    const fn nvidia(package: &'static str, part: &'static str) -> Self {
+        Wheel {
+            package,
+            from: "nvidia/cu13",
+            to: "",
+            part,
+        }
+    }
+}
+
+/// Headers for the bindings and the libclang that reads them; `tileiras` with the `libnvvm` and `ptxas` that it
+/// runs, whose versions have to match; what shows a kernel's instructions.
+const WHEELS: [Wheel; 9] = [
+    Wheel::nvidia("nvidia-cuda-runtime==13.5.37", "include/"),
+    Wheel::nvidia("nvidia-cuda-crt==13.5.37", "include/"),
+    Wheel::nvidia("nvidia-curand==10.4.5.25", "include/"),
+    Wheel::nvidia("nvidia-cuda-tileiras==13.5.37", "bin/tileiras"),
+    Wheel::nvidia("nvidia-nvvm==13.5.37", "lib/libnvvm"),
+    Wheel::nvidia("nvidia-cuda-nvcc==13.5.37", "bin/ptxas"),
+    Wheel::nvidia("nvidia-cuda-nvdisasm==13.5.37", "bin/nvdisasm"),
+    Wheel::nvidia("nvidia-cuda-cuobjdump==13.5.37", "bin/cuobjdump"),
+    Wheel {
+        package: "libclang==18.1.1",
+        from: "libclang-18.1.1.data/platlib/clang/native",
+        to: "lib",
+        part: "libclang",
+    },
+];
+
+/// Headers that belong to a C compiler and that libclang's wheel lacks: they are taken from the one that Rust
+/// links with. Not every compiler has all of them.
+const COMPILER_HEADERS: [&str; 5] = [
+    "stddef.h",
+    "limits.h",
+    "syslimits.h",
+    "stdarg.h",
+    "stdbool.h",
 ];
 
 /// What a finished toolchain folder says it holds.
@@ -36,7 +78,7 @@ pub(crate) fn has_toolchain(root: &Path) -> bool {
 
 fn manifest() -> String {
     WHEELS
-        .map(|(wheel, part)| format!("{wheel} {part}\n"))
+        .map(|wheel| format!("{} {}\n", wheel.package, wheel.part))
         .concat()
 }
 
@@ -50,7 +92,7 @@ pub(crate) fn lay_out(root: &Path) -> Result<()> {
     fs::create_dir_all(root.join("target")).context("cannot create the folder target")?;
     let folder = NewFolder::new(&place)?;
     let wheels = folder.path().join("wheels");
-    eprintln!("downloading NVIDIA's headers and kernel assembler with pip (250 MB)");
+    eprintln!("downloading NVIDIA's headers and kernel assembler, and libclang, with pip (280 MB)");
     let status = Command::new("python3")
         .args([
             "-m",
@@ -62,7 +104,7 @@ pub(crate) fn lay_out(root: &Path) -> Result<()> {
         ])
         .args(["--only-binary", ":all:", "-d"])
         .arg(&wheels)
-        .args(WHEELS.map(|(wheel, _)| wheel))
+        .args(WHEELS.map(|wheel| wheel.package))
         .status()
         .context(
             "cannot start python3: install Python 3 with pip (Debian: apt-get install python3-pip)",
@@ -72,17 +114,39 @@ pub(crate) fn lay_out(root: &Path) -> Result<()> {
         "pip could not download the wheels ({status}, its message is above): check the network and pip's \
          settings for proxy and index"
     );
-    for (wheel, part) in WHEELS {
-        let name = wheel.split("==").next().unwrap_or(wheel).replace('-', "_");
-        unpack(&find(&wheels, &name)?, part, folder.path())?;
+    for wheel in WHEELS {
+        let name = wheel.package.split("==").next().unwrap_or(wheel.package);
+        let file = find(&wheels, &name.replace('-', "_"))?;
+        unpack(&file, &wheel, folder.path())?;
     }
+    take_compiler_headers(&folder.path().join("include"))?;
     fs::remove_dir_all(&wheels).with_context(|| format!("cannot delete {}", wheels.display()))?;
     fs::write(folder.path().join(MANIFEST), manifest())
         .with_context(|| format!("cannot write {MANIFEST}"))?;
     folder.publish()?;
     eprintln!("{} is ready", place.display());
-    eprintln!(
-        "building tileinfer-cuda needs libclang as well (Debian: apt-get install libclang-dev)"
+    Ok(())
+}
+
+/// Copies what the C compiler has of its headers into `folder`.
+fn take_compiler_headers(folder: &Path) -> Result<()> {
+    let mut taken = 0;
+    for header in COMPILER_HEADERS {
+        let output = Command::new("cc")
+            .arg(format!("-print-file-name=include/{header}"))
+            .output()
+            .context("cannot start cc: install a C compiler (Debian: apt-get install gcc)")?;
+        let path = PathBuf::from(String::from_utf8_lossy(&output.stdout).trim());
+        // A compiler without that header prints the name as it was given.
+        if path.is_absolute() {
+            fs::copy(&path, folder.join(header))
+                .with_context(|| format!("cannot copy {}", path.display()))?;
+            taken += 1;
+        }
+    }
+    ensure!(
+        taken > 0,
+        "cc does not say where its headers are (-print-file-name=include/stddef.h): install gcc or clang"
     );
     Ok(())
 }
@@ -101,25 +165,24 @@ fn find(folder: &Path, name: &str) -> Result<PathBuf> {
     bail!("pip left no wheel of {name} in {}", folder.display());
 }
 
-/// Unpack what begins with `part` below the wheel's toolkit folder.
-fn unpack(wheel: &Path, part: &str, to: &Path) -> Result<()> {
-    const TOOLKIT: &str = "nvidia/cu13/";
-    let context = || format!("in {}", wheel.display());
-    let mut archive = zip::ZipArchive::new(File::open(wheel)?).with_context(context)?;
+/// Unpack what is wanted of a wheel into the toolchain's folder.
+fn unpack(file: &Path, wheel: &Wheel, to: &Path) -> Result<()> {
+    let context = || format!("in {}", file.display());
+    let mut archive = zip::ZipArchive::new(File::open(file)?).with_context(context)?;
     let mut found = false;
     for index in 0..archive.len() {
         let mut member = archive.by_index(index).with_context(context)?;
         let Some(inside) = member.enclosed_name() else {
             continue;
         };
-        let Ok(path) = inside.strip_prefix(TOOLKIT) else {
+        let Ok(path) = inside.strip_prefix(wheel.from) else {
             continue;
         };
-        if member.is_dir() || !path.to_string_lossy().starts_with(part) {
+        if member.is_dir() || !path.to_string_lossy().starts_with(wheel.part) {
             continue;
         }
         found = true;
-        let target = to.join(path);
+        let target = to.join(wheel.to).join(path);
         if let Some(parent) = target.parent() {
             fs::create_dir_all(parent)
                 .with_context(|| format!("cannot create {}", parent.display()))?;
@@ -134,7 +197,13 @@ fn unpack(wheel: &Path, part: &str, to: &Path) -> Result<()> {
                 .with_context(|| format!("cannot make {} executable", target.display()))?;
         }
     }
-    ensure!(found, "{} holds no {TOOLKIT}{part}", wheel.display());
+    ensure!(
+        found,
+        "{} holds no {}/{}",
+        file.display(),
+        wheel.from,
+        wheel.part
+    );
     Ok(())
 }
 
@@ -178,6 +247,29 @@ pub(crate) fn kernels_for(root: &Path, arch: &[&str]) -> Result<()> {
 }
 
 #[derive(clap::Args)]
+pub(crate) struct SassArguments {
+    /// Architectures, separated by commas
+    #[arg(long, value_delimiter = ',', default_value = "sm_90")]
+    arch: Vec<String>,
+}
+
+/// Hold the machine code of the hot kernels of some architectures against what it is meant to be.
+pub(crate) fn sass(root: &Path, arguments: &SassArguments) -> Result<()> {
+    let arch: Vec<&str> = arguments.arch.iter().map(String::as_str).collect();
+    kernels_for(root, &arch)?;
+    sass_of(root, &arch)
+}
+
+/// The same for packs that are there.
+pub(crate) fn sass_of(root: &Path, arch: &[&str]) -> Result<()> {
+    let mut build = cargo(root);
+    build.args(["run", "--package", "tileinfer-cuda", "--bin"]);
+    build.args(["tileinfer-sass", "--"]);
+    build.arg(toolchain(root)).arg(root.join("target/kernels"));
+    run(build.args(arch))
+}
+
+#[derive(clap::Args)]
 pub(crate) struct BundleArguments {
     /// Architecture of the GPU
     #[arg(long, default_value = "sm_90")]
@@ -191,7 +283,14 @@ pub(crate) struct BundleArguments {
 pub(crate) fn bundle(root: &Path, arguments: &BundleArguments) -> Result<()> {
     let arch = &arguments.arch;
     kernels_for(root, &[arch])?;
-    run(cargo(root).args(["build", "--package", "tileinfer-cuda", "--bins"]))?;
+    run(cargo(root).args([
+        "build",
+        "--package",
+        "tileinfer-cuda",
+        "--features",
+        "rival",
+        "--bins",
+    ]))?;
     let out = arguments
         .out
         .clone()
@@ -207,7 +306,7 @@ pub(crate) fn bundle(root: &Path, arguments: &BundleArguments) -> Result<()> {
             .with_context(|| format!("cannot copy {}", from.display()))
             .map(|_| ())
     };
-    for program in ["gpu-check", "gpu-bench", "gpu-spec"] {
+    for program in ["gpu-check", "gpu-bench", "gpu-rival", "gpu-spec"] {
         copy(root.join("target/debug").join(program), program)?;
     }
     let pack = format!("tileinfer-{arch}.pack");

@@ -48,6 +48,8 @@ enum Task {
     CudaToolchain,
     /// Compile the GPU kernels into a pack for each architecture; needs no GPU
     Kernels(cuda::KernelArguments),
+    /// Check the machine code of the GPU kernels that matter: how operands arrive, products, spills; needs no GPU
+    Sass(cuda::SassArguments),
     /// Put the GPU checks, their kernels and fixtures into one folder for a machine with a GPU
     GpuBundle(cuda::BundleArguments),
 }
@@ -64,6 +66,7 @@ fn main() -> ExitCode {
         Task::FetchTokenizers => fetch_tokenizers::run(&root),
         Task::CudaToolchain => cuda::lay_out(&root),
         Task::Kernels(arguments) => cuda::kernels(&root, &arguments),
+        Task::Sass(arguments) => cuda::sass(&root, &arguments),
         Task::GpuBundle(arguments) => cuda::bundle(&root, &arguments),
     };
     if let Err(error) = result {

@@ -91,6 +91,9 @@ fn wrong_usage_is_exit_code_2() {
         &["run", model, "x", "--threads", "many"],
         &["run", model, "x", "--ctx-size", "0"],
         &["run", model, "x", "--dtype", "f64"],
+        &["run", model, "x", "--gpu-memory-utilization", "0"],
+        &["run", model, "x", "--gpu-memory-utilization", "1.5"],
+        &["run", model, "x", "--gpu-memory-utilization", "NaN"],
         &["run", model, "x", "--temperature", "hot"],
         &["run", model, "x", "--temperature=-1"],
         &["run", model, "x", "--temperature", "-1"],
@@ -166,6 +169,10 @@ fn failures_are_exit_code_1_and_say_what_to_do() {
         (
             &["run", model, "x", "--ctx-size", "9999999999999"],
             "--ctx-size",
+        ),
+        (
+            &["run", model, "x", "--ctx-size", "9999999999999"],
+            "of buffers, and ",
         ),
         (
             &["run", model, "--prompt-ids", "/nonexistent/ids"],
