@@ -490,9 +490,9 @@ pub(crate) struct ServeArgs {
     /// The name that clients see (default: the id, or the directory's name)
     #[arg(long, value_name = "NAME")]
     pub(crate) served_name: Option<String>,
-    /// Requests that run at once
-    #[arg(long, value_name = "N", default_value_t = 8, value_parser = at_least_one())]
-    pub(crate) max_sequences: usize,
+    /// Requests that run at once (default: 8 on the CPU, 64 on a GPU)
+    #[arg(long, value_name = "N", value_parser = at_least_one())]
+    pub(crate) max_sequences: Option<usize>,
     #[command(flatten)]
     pub(crate) spec: SpecArgs,
 }

@@ -125,6 +125,15 @@ impl Device {
         }
     }
 
+    /// Sequences that it runs at once, if nobody says how many: on a CPU each has room of its own.
+    fn sequences(&self) -> usize {
+        match self {
+            Device::Cpu | Device::Reference => 8,
+            #[cfg(feature = "cuda")]
+            Device::Cuda(_) => 64,
+        }
+    }
+
     /// Rows of one step: more would not be faster.
     fn rows(&self) -> usize {
         match self {
@@ -178,7 +187,7 @@ impl Device {
 /// What to open a model for.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Purpose<'a> {
-    /// Sequences that run at once.
+    /// Sequences that run at once; 0: as many as the device runs well.
     pub(crate) sequences: usize,
     /// Positions that one sequence needs; without a number, as many as the model allows and fit.
     pub(crate) length: Option<usize>,
@@ -196,6 +205,17 @@ impl<'a> Purpose<'a> {
             length,
             profile: None,
             spec: None,
+        }
+    }
+
+    /// The same with a number of sequences, if it had none.
+    fn on(self, device: &Device) -> Self {
+        match self.sequences {
+            0 => Purpose {
+                sequences: device.sequences(),
+                ..self
+            },
+            _ => self,
         }
     }
 
@@ -232,6 +252,7 @@ pub(crate) fn open(
     let start = Instant::now();
     // Before the weights are mapped: they are part of the plan, and of what a limit on the address space counts.
     let device = Device::choose(place, voice)?;
+    let purpose = purpose.on(&device);
     let available = device.available()?;
     let config = ModelConfig::from_dir(dir)?;
     let checkpoint = Checkpoint::open(dir)?;

@@ -24,7 +24,7 @@ const PREFILL_BESIDE_DECODE_ON_CPU: usize = 64;
 /// The same on a GPU: a step of an 8B model with 64 sequences and so many rows takes less than twice as long as one
 /// without.
 #[cfg(feature = "cuda")]
-const PREFILL_BESIDE_DECODE_ON_GPU: usize = 256;
+const PREFILL_BESIDE_DECODE_ON_GPU: usize = 192;
 
 pub(crate) fn serve(args: &ServeArgs) -> Result<()> {
     let voice = Voice::new(args.model.voice);
@@ -40,7 +40,7 @@ pub(crate) fn serve(args: &ServeArgs) -> Result<()> {
         .served_name
         .clone()
         .unwrap_or_else(|| usual_name(&name.model));
-    let (place, sequences) = (args.model.place.clone(), args.max_sequences);
+    let (place, sequences) = (args.model.place.clone(), args.max_sequences.unwrap_or(0));
     let spec = Speculating::choose(&args.spec, name.hub, &voice)?;
     let load = move || load(&dir, served, &place, sequences, spec.as_ref(), &voice);
     let ready = move |address| voice.note(&format!("listening on http://{address} (Ctrl-C stops)"));

@@ -114,7 +114,6 @@ fn device_info(ordinal: i32, driver: i32) -> Result<DeviceInfo> {
 #[derive(Debug)]
 pub struct Device {
     info: DeviceInfo,
-    device: sys::CUdevice,
     context: sys::CUcontext,
     stream: sys::CUstream,
 }
@@ -158,7 +157,6 @@ impl Device {
         }
         Ok(Arc::new(Device {
             info,
-            device,
             context,
             stream,
         }))
@@ -463,14 +461,13 @@ impl Device {
 
 impl Drop for Device {
     fn drop(&mut self) {
-        // SAFETY: everything that was made in the context holds this device, so it is gone. What the
-        // driver says about the end cannot be helped.
+        // The context stays until the process ends: it is current on every thread that ever used the device, and a
+        // thread that ends with a context that is gone takes the process with it.
+        // SAFETY: everything that was made on the stream holds this device, so it is gone. What the driver says
+        // about the end cannot be helped.
         unsafe {
             sys::cuCtxSetCurrent(self.context);
             sys::cuStreamDestroy_v2(self.stream);
-            // A thread that ends with a context that is gone takes the process with it.
-            sys::cuCtxSetCurrent(ptr::null_mut());
-            sys::cuDevicePrimaryCtxRelease_v2(self.device);
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Holds every kernel against plain f64 loops on the GPU at hand, and against itself: the same row must
 //! come out the same, bit for bit, whatever stands beside it. Prints a line a check and a table of times.
 //!
-//! `gpu-check [--sweep | --times] [--toolkit DIR] PACK_FOLDER [GOLDEN_FOLDER]`; with `--sweep`, candidates for
+//! `gpu-check [--sweep | --times] [--toolkit DIR] PACK_FOLDER [GOLDEN_FOLDER [SMOLLM2_FOLDER]]`; with `--sweep`, candidates for
 //! tiles instead, which takes a pack made with `tileinfer-kernels --sweep`; with `--times`, the times alone; with a toolkit, kernels that the pack lacks are compiled, and named at the end.
 
 #[path = "gpu-check/sampling.rs"]
@@ -13,7 +13,9 @@ use std::sync::Arc;
 
 use half::bf16;
 use tileinfer::Result;
-use tileinfer::testing::{SAME_TEXT_MODELS, conformance, golden_models, same_text_model};
+use tileinfer::testing::{
+    SAME_TEXT_MODELS, conformance, golden_models, golden_smollm2, same_text_model,
+};
 use tileinfer::weights::int8::{round_activations, split};
 use tileinfer_cuda::CudaBackend;
 use tileinfer_cuda::driver::{Address, Memory};
@@ -26,7 +28,7 @@ use tileinfer_cuda::store::KernelOptions;
 
 /// The library's own suites on this device: every op against the reference backend, then small models
 /// against transformers and against themselves if their fixtures are at hand.
-fn suites(ops: &Arc<Ops>, golden: &Path) -> usize {
+fn suites(ops: &Arc<Ops>, golden: &Path, smollm2: Option<&Path>) -> usize {
     let make = |compute| CudaBackend::with_ops(compute, ops.clone());
     let mut failed = 0;
     let mut suite = |name: &str, body: &dyn Fn()| {
@@ -49,6 +51,11 @@ fn suites(ops: &Arc<Ops>, golden: &Path) -> usize {
                 same_text_model(&make, golden, name);
             });
         }
+    }
+    if let Some(folder) = smollm2 {
+        suite("SmolLM2's answers", &|| {
+            golden_smollm2(&make, golden, folder)
+        });
     }
     failed
 }
@@ -74,6 +81,7 @@ fn main() {
     let golden = arguments
         .next()
         .map_or_else(|| PathBuf::from("testdata/golden"), PathBuf::from);
+    let smollm2 = arguments.next().map(PathBuf::from);
     let failed = Ops::open(0, &options).and_then(|ops| {
         let ops = Arc::new(ops);
         let mut checker = Checker {
@@ -87,7 +95,7 @@ fn main() {
         if times {
             return checker.times().map(|()| 0);
         }
-        let failed = suites(&ops, &golden) + checker.run()?;
+        let failed = suites(&ops, &golden, smollm2.as_deref()) + checker.run()?;
         for name in ops.kernels().compiled() {
             println!("not in the pack: {name}");
         }

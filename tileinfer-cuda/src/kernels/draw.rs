@@ -524,8 +524,7 @@ pub mod draw {
                 plus::<1, 1>(number::<1, 1>(above), times::<1, 1>(lower_tile, weight));
             let yes: Tile<i32, { [1, 1] }> = constant(1i32, shape![1, 1]);
             let no: Tile<i32, { [1, 1] }> = constant(0i32, shape![1, 1]);
-            let fits: Tile<i32, { [1, 1] }> =
-                select(lt_tile(sum, number::<1, 1>(budget)), yes, no);
+            let fits: Tile<i32, { [1, 1] }> = select(lt_tile(sum, number::<1, 1>(budget)), yes, no);
             let mut fits: i32 = tile_to_scalar(fits.reshape(shape![]));
             if lower == 0 {
                 fits = 1;
@@ -551,7 +550,8 @@ pub mod draw {
                         column_numbers::<1, W>(),
                         broadcast_scalar(middle, shape![1, W]),
                     );
-                    let left: Tile<i32, { [1] }> = reduce_sum(select(equal & left, one, nothing), 1);
+                    let left: Tile<i32, { [1] }> =
+                        reduce_sum(select(equal & left, one, nothing), 1);
                     let left: i32 = tile_to_scalar(left.reshape(shape![]));
                     if left >= fit {
                         last = middle;
@@ -622,8 +622,10 @@ pub mod draw {
                 let equal: Tile<bool, { [1, W] }> = eq_tile(ranks, cut);
                 let before: i32 = tile_to_scalar(before.reshape(shape![]));
                 let last: i32 = last_tie::<W>(equal, weight, before, above, budget);
-                let fits: Tile<bool, { [1, W] }> =
-                    lt_tile(column_numbers::<1, W>(), broadcast_scalar(last, shape![1, W]));
+                let fits: Tile<bool, { [1, W] }> = lt_tile(
+                    column_numbers::<1, W>(),
+                    broadcast_scalar(last, shape![1, W]),
+                );
                 stays = stays & (gt_tile(ranks, cut) | (equal & fits));
             }
             let noisy: Tile<f32, { [1, W] }> =
