@@ -586,7 +586,16 @@ impl Checker {
     /// An activation in the product's kernel gives what the product and the activation give one by one, for
     /// few rows and for many, with a weight cut into splits or not.
     fn fused_activation(&mut self, kind: Type, rows: usize, width: usize) -> Result<()> {
-        for (rows, k) in [(rows, 512), (150, 64), (300, 1536)] {
+        // A number of rows for each tile.
+        for (rows, k) in [
+            (rows, 512),
+            (25, 64),
+            (40, 512),
+            (100, 64),
+            (150, 64),
+            (200, 512),
+            (300, 1536),
+        ] {
             let x = self.values(kind, rows * k, 1.0);
             let w = self.values(kind, 2 * width * k, 0.2);
             let b = self.values(kind, 2 * width, 1.0);
