@@ -215,6 +215,9 @@ pub(crate) struct KernelArguments {
     /// Where the packs go [default: target/kernels in the workspace]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
+    /// Leave out what bfloat16 models of usual sizes do not launch
+    #[arg(long)]
+    usual: bool,
 }
 
 /// Compile every kernel for some architectures into packs.
@@ -233,6 +236,9 @@ pub(crate) fn kernels(root: &Path, arguments: &KernelArguments) -> Result<()> {
         "tileinfer-kernels",
         "--",
     ]);
+    if arguments.usual {
+        build.arg("--usual");
+    }
     build.arg(toolchain(root)).arg(out).args(&arguments.arch);
     run(&mut build)
 }
@@ -242,6 +248,17 @@ pub(crate) fn kernels_for(root: &Path, arch: &[&str]) -> Result<()> {
     let arguments = KernelArguments {
         arch: arch.iter().map(ToString::to_string).collect(),
         out: None,
+        usual: false,
+    };
+    kernels(root, &arguments)
+}
+
+/// Compile what models launch usually for another architecture, into a folder of its own.
+pub(crate) fn usual_kernels_for(root: &Path, arch: &str) -> Result<()> {
+    let arguments = KernelArguments {
+        arch: vec![arch.to_owned()],
+        out: Some(root.join("target/usual-kernels")),
+        usual: true,
     };
     kernels(root, &arguments)
 }
@@ -257,15 +274,15 @@ pub(crate) struct SassArguments {
 pub(crate) fn sass(root: &Path, arguments: &SassArguments) -> Result<()> {
     let arch: Vec<&str> = arguments.arch.iter().map(String::as_str).collect();
     kernels_for(root, &arch)?;
-    sass_of(root, &arch)
+    sass_of(root, "target/kernels", &arch)
 }
 
-/// The same for packs that are there.
-pub(crate) fn sass_of(root: &Path, arch: &[&str]) -> Result<()> {
+/// The same for packs that are there, in a folder of the workspace.
+pub(crate) fn sass_of(root: &Path, folder: &str, arch: &[&str]) -> Result<()> {
     let mut build = cargo(root);
     build.args(["run", "--package", "tileinfer-cuda", "--bin"]);
     build.args(["tileinfer-sass", "--"]);
-    build.arg(toolchain(root)).arg(root.join("target/kernels"));
+    build.arg(toolchain(root)).arg(root.join(folder));
     run(build.args(arch))
 }
 

@@ -1,8 +1,8 @@
 //! Compiles every kernel for the architectures named into packs. Needs a CUDA toolkit's `tileiras`, no GPU.
 //!
-//! `tileinfer-kernels [--sweep] [--only TEXT] TOOLKIT FOLDER ARCH...`, where `--sweep` adds what
-//! `gpu-check --sweep` tries and `--only` leaves out kernels whose names hold
-//! none of the texts, separated by semicolons: a quick pack to try something with.
+//! `tileinfer-kernels [--sweep] [--usual] [--only TEXT] TOOLKIT FOLDER ARCH...`, where `--sweep` adds what
+//! `gpu-check --sweep` tries, `--usual` leaves out what bfloat16 models of usual sizes do not launch, and `--only`
+//! kernels whose names hold none of the texts, separated by semicolons: a quick pack to try something with.
 
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use sha2::{Digest, Sha256};
 use tileinfer::{Error, Result};
 use tileinfer_cuda::compile::{self, Assembler};
-use tileinfer_cuda::kernels::{Variant, fingerprint};
+use tileinfer_cuda::kernels::{Type, Variant, fingerprint};
 use tileinfer_cuda::ops::{catalog, sweep_catalog};
 use tileinfer_cuda::pack::Pack;
 
@@ -24,6 +24,12 @@ fn main() {
     {
         catalog.extend(sweep_catalog());
     }
+    if arguments
+        .next_if(|argument| argument == "--usual")
+        .is_some()
+    {
+        catalog.retain(is_usual);
+    }
     if arguments.next_if(|argument| argument == "--only").is_some() {
         let texts = arguments.next().unwrap_or_default();
         catalog.retain(|variant| {
@@ -32,7 +38,9 @@ fn main() {
         });
     }
     let (Some(toolkit), Some(folder)) = (arguments.next(), arguments.next()) else {
-        eprintln!("usage: tileinfer-kernels [--sweep] [--only TEXT] TOOLKIT FOLDER ARCH...");
+        eprintln!(
+            "usage: tileinfer-kernels [--sweep] [--usual] [--only TEXT] TOOLKIT FOLDER ARCH..."
+        );
         std::process::exit(2);
     };
     let result = arguments.try_for_each(|arch| {
@@ -47,6 +55,14 @@ fn main() {
         eprintln!("error: {error}");
         std::process::exit(1);
     }
+}
+
+/// Whether bfloat16 models of usual sizes may launch it: f32 and odd sizes are for tests.
+fn is_usual(variant: &Variant) -> bool {
+    let mut types = variant.types.iter().flatten().peekable();
+    let any = types.peek().is_none();
+    (any || types.any(|&kind| kind == Type::Bf16))
+        && (variant.aligned || variant.kernel.aligned.is_empty())
 }
 
 /// Compiles `variants` for `arch`. What was compiled before from the same bytecode is kept in
