@@ -311,24 +311,14 @@ impl Backend for CpuBackend {
         previous: Option<&CpuStep>,
     ) -> Result<()> {
         step.layout.clone_from(layout);
-        for &(row, index) in &layout.previous {
-            let token = previous.and_then(|step| step.sampled.get(index as usize));
-            let token = token
-                .ok_or_else(|| Error::Bug(format!("row {row} awaits token {index} of no step")))?;
-            step.layout.ids[row as usize] = token.token;
-        }
+        let sampled = previous.map_or(&[][..], |step| &step.sampled);
+        step.layout.take_previous(sampled)?;
         step.sampled.clear();
         Ok(())
     }
 
     fn take_drafts(&self, step: &mut CpuStep, from: &CpuStep) -> Result<()> {
-        for &(row, index) in &step.layout.drafts {
-            let draft = from.sampled.get(index as usize);
-            let draft = draft
-                .ok_or_else(|| Error::Bug(format!("row {row} awaits draft {index} of none")))?;
-            step.layout.ids[row as usize] = draft.token;
-        }
-        Ok(())
+        step.layout.take_drafts(&from.sampled)
     }
 
     fn embed(&self, out: &mut CpuTensor, table: &CpuWeight, step: &CpuStep) -> Result<()> {

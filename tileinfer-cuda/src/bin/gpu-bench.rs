@@ -184,22 +184,20 @@ fn run(
 }
 
 impl Bench {
-    /// The last rows of sequences, given as positions and how many of them are rows; the last rows' logits. Each
-    /// sequence has pages of its own, from number `first` on.
-    fn layout(first: usize, spans: &[(usize, usize)]) -> StepLayout {
-        let width = spans.iter().map(|span| span.0.div_ceil(PAGE)).max();
-        let width = width.unwrap_or(0);
+    /// The last rows of sequences, given as number, positions and how many of them are rows; the last rows' logits.
+    /// Each number has pages of its own, `width` of them.
+    fn layout(width: usize, spans: &[(usize, usize, usize)]) -> StepLayout {
         let mut layout = StepLayout {
             span_rows: vec![0],
             table_width: width,
             ..StepLayout::default()
         };
-        for (i, &(context, new)) in spans.iter().enumerate() {
+        for &(number, context, new) in spans {
             // Scattered, each page once: 7919 is prime and does not divide the number of pages.
-            let page = |at: usize| ((first + i * width + at) * 7919 % (POSITIONS / PAGE)) as u32;
+            let page = |at: usize| ((number * width + at) * 7919 % (POSITIONS / PAGE)) as u32;
             layout.tables.extend((0..width).map(page));
             for position in context - new..context {
-                layout.ids.push(((first + i + position) * 31 % 1000) as u32);
+                layout.ids.push(((number + position) * 31 % 1000) as u32);
                 layout.positions.push(position as u32);
                 layout
                     .slots
@@ -210,6 +208,14 @@ impl Bench {
             layout.wanted.push(layout.positions.len() as u32 - 1);
         }
         layout
+    }
+
+    /// The same of sequences numbered in order, as positions and rows.
+    fn step_of(spans: &[(usize, usize)]) -> StepLayout {
+        let width = spans.iter().map(|span| span.0.div_ceil(PAGE)).max();
+        let numbered = spans.iter().enumerate();
+        let numbered: Vec<_> = numbered.map(|(i, &(c, new))| (i, c, new)).collect();
+        Self::layout(width.unwrap_or(0), &numbered)
     }
 
     fn begin(&mut self, layout: &StepLayout) -> Result<()> {
@@ -237,9 +243,9 @@ impl Bench {
     fn same_text(&mut self) -> Result<()> {
         let vocabulary = self.model.head_rows;
         let last = |logits: Vec<u32>| logits[logits.len() - vocabulary..].to_vec();
-        let whole = last(self.logits(&Self::layout(0, &[(300, 300)]))?);
-        let sixteen = last(self.logits(&Self::layout(0, &[(300, 16)]))?);
-        let one = last(self.logits(&Self::layout(0, &[(300, 1)]))?);
+        let whole = last(self.logits(&Self::step_of(&[(300, 300)]))?);
+        let sixteen = last(self.logits(&Self::step_of(&[(300, 16)]))?);
+        let one = last(self.logits(&Self::step_of(&[(300, 1)]))?);
         println!(
             "one row as 16 rows: {}, as a prefill of 300: {}",
             verdict(&one, &sixteen),
@@ -254,7 +260,7 @@ impl Bench {
             } else {
                 228
             };
-            let mut layout = Self::layout(0, &[(300, 300 - start)]);
+            let mut layout = Self::step_of(&[(300, 300 - start)]);
             let rows = end - start;
             layout.ids.truncate(rows);
             layout.positions.truncate(rows);
@@ -265,9 +271,9 @@ impl Bench {
         }
         println!("a prefill in chunks: {}", verdict(&chunks, &whole));
         // Recorded at another context, replayed here.
-        self.begin(&Self::layout(0, &[(700, 1)]))?;
+        self.begin(&Self::step_of(&[(700, 1)]))?;
         let graph = self.record()?;
-        self.begin(&Self::layout(0, &[(300, 1)]))?;
+        self.begin(&Self::step_of(&[(300, 1)]))?;
         self.backend.replay(&graph)?;
         let replayed = self.backend.download(&self.workspace.logits)?;
         let replayed: Vec<u32> = replayed.into_iter().map(f32::to_bits).collect();
@@ -281,29 +287,9 @@ impl Bench {
         const WIDTH: usize = 10;
         let vocabulary = self.model.head_rows;
         let contexts: Vec<usize> = (0..64).map(|i| 260 + 6 * i).collect();
-        // All tables as wide as the widest, so that a sequence has the same pages in every step.
         let layout = |which: &[(usize, usize)]| {
-            let wide = |&(i, new): &(usize, usize)| {
-                let mut one = Self::layout(i * WIDTH, &[(contexts[i], new)]);
-                one.tables.resize(WIDTH, 0);
-                one
-            };
-            let mut all = StepLayout {
-                span_rows: vec![0],
-                table_width: WIDTH,
-                ..StepLayout::default()
-            };
-            for one in which.iter().map(wide) {
-                let before = all.positions.len() as u32;
-                all.ids.extend(one.ids);
-                all.positions.extend(one.positions);
-                all.slots.extend(one.slots);
-                all.tables.extend(one.tables);
-                all.first_pages.push(0);
-                all.span_rows.push(before + one.span_rows[1]);
-                all.wanted.push(before + one.wanted[0]);
-            }
-            all
+            let spans = which.iter().map(|&(i, new)| (i, contexts[i], new));
+            Self::layout(WIDTH, &spans.collect::<Vec<_>>())
         };
         let mut differ = 0;
         for (i, &context) in contexts.iter().enumerate() {
@@ -360,7 +346,7 @@ impl Bench {
     }
 
     fn step(&mut self, name: &str, spans: &[(usize, usize)]) -> Result<()> {
-        let layout = Self::layout(0, spans);
+        let layout = Self::step_of(spans);
         let rows = layout.rows();
         self.begin(&layout)?;
         let eager = self.time(5, Bench::forward)?;
@@ -397,7 +383,7 @@ impl Bench {
 
     /// What each kernel of a step takes, the most first.
     fn profile(&mut self, name: &str, spans: &[(usize, usize)]) -> Result<()> {
-        self.begin(&Self::layout(0, spans))?;
+        self.begin(&Self::step_of(spans))?;
         let whole = self.time(3, Bench::forward)?;
         let ops = self.backend.ops().clone();
         let times = ops.time_kernels(&mut || self.forward())?;

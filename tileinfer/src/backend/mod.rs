@@ -174,11 +174,41 @@ impl StepLayout {
         &self.tables[span * self.table_width..(span + 1) * self.table_width]
     }
 
+    /// Gives the rows of `previous` the ids of what the step before sampled.
+    ///
+    /// # Errors
+    /// [`Error::Bug`] if it did not sample as much.
+    pub fn take_previous(&mut self, sampled: &[Sampled]) -> Result<()> {
+        fill(&mut self.ids, &self.previous, sampled, "token")
+    }
+
+    /// Gives the rows of `drafts` the ids of what a drafter sampled.
+    ///
+    /// # Errors
+    /// [`Error::Bug`] if it did not sample as much.
+    pub fn take_drafts(&mut self, sampled: &[Sampled]) -> Result<()> {
+        fill(&mut self.ids, &self.drafts, sampled, "draft")
+    }
+
     /// The page and the offset in it where span `span` keeps `position`.
     pub fn place(&self, span: usize, position: usize, page_size: usize) -> (usize, usize) {
         let page = position / page_size - self.first_pages[span] as usize;
         (self.table(span)[page] as usize, position % page_size)
     }
+}
+
+/// Gives rows the ids that they await, as (row, index).
+fn fill(ids: &mut [u32], awaited: &[(u32, u32)], sampled: &[Sampled], what: &str) -> Result<()> {
+    for &(row, index) in awaited {
+        let there = sampled.len();
+        let token = sampled.get(index as usize).ok_or_else(|| {
+            Error::Bug(format!(
+                "row {row} awaits {what} {index} where there are {there}"
+            ))
+        })?;
+        ids[row as usize] = token.token;
+    }
+    Ok(())
 }
 
 /// Scratch that a backend without the fused forms needs.

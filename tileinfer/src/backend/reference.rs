@@ -276,12 +276,7 @@ impl Backend for ReferenceBackend {
         previous: Option<&ReferenceStep>,
     ) -> Result<()> {
         let mut layout = layout.clone();
-        for &(row, index) in &layout.previous {
-            let token = previous.and_then(|step| step.sampled.get(index as usize));
-            let token = token
-                .ok_or_else(|| Error::Bug(format!("row {row} awaits token {index} of no step")))?;
-            layout.ids[row as usize] = token.token;
-        }
+        layout.take_previous(previous.map_or(&[], |step| &step.sampled))?;
         *step = ReferenceStep {
             layout,
             sampled: Vec::new(),
@@ -290,13 +285,7 @@ impl Backend for ReferenceBackend {
     }
 
     fn take_drafts(&self, step: &mut ReferenceStep, from: &ReferenceStep) -> Result<()> {
-        for &(row, index) in &step.layout.drafts {
-            let draft = from.sampled.get(index as usize);
-            let draft = draft
-                .ok_or_else(|| Error::Bug(format!("row {row} awaits draft {index} of none")))?;
-            step.layout.ids[row as usize] = draft.token;
-        }
-        Ok(())
+        step.layout.take_drafts(&from.sampled)
     }
 
     fn embed(

@@ -170,16 +170,9 @@ impl Runner for FakeRunner {
         }
         let page_size = self.limits.kv.page_size;
         let mut layout = batch.layout(&self.limits)?;
-        for &(row, index) in &layout.previous {
-            layout.ids[row as usize] = self.previous[index as usize].token;
-        }
-        if !layout.drafts.is_empty() {
-            let drafts = self.drafts.as_ref().map(|blocks| blocks.concat());
-            let drafts = drafts.ok_or_else(|| Error::Bug("there are no drafts".to_owned()))?;
-            for &(row, index) in &layout.drafts {
-                layout.ids[row as usize] = drafts[index as usize].token;
-            }
-        }
+        layout.take_previous(&self.previous)?;
+        let drafts = self.drafts.as_ref().map(|blocks| blocks.concat());
+        layout.take_drafts(&drafts.unwrap_or_default())?;
         self.drafts = None;
         for &(from, to) in &batch.copies {
             let from = from as usize * page_size;
