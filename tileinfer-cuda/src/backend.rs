@@ -2,7 +2,7 @@
 //! is a handful of integer arrays at fixed addresses, so that a recorded step can be replayed with another
 //! layout of as many rows.
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use half::bf16;
@@ -18,7 +18,8 @@ use tileinfer::{Error, Result};
 use crate::driver::{Address, Device, Event, Memory, Pinned, Recording};
 use crate::kernels::Type;
 use crate::ops::{
-    self, AttentionPlan, Groups, HeadInputs, LinearShape, Ops, Pools, Rows, StepArrays, Then,
+    self, AttentionPlan, Groups, HeadGroup, HeadInputs, LinearShape, Ops, Pools, Rows, StepArrays,
+    Then,
 };
 use crate::sampling::{self, SamplePlan};
 use crate::store::KernelOptions;
@@ -65,8 +66,8 @@ pub struct CudaBackend {
     recording: AtomicBool,
     /// The step prepared last.
     prepared: Mutex<Recorded>,
-    /// Query heads a kv head of the last attention: what the next step's groups are likely made for.
-    group: AtomicUsize,
+    /// Heads of the last attention: what the next step's groups are likely made for.
+    group: Mutex<HeadGroup>,
     loader: Mutex<Option<Loader>>,
     /// Whether a weight is int8: from then on activations have room for their bytes.
     int8: AtomicBool,
@@ -187,8 +188,8 @@ struct Sampling {
 struct Staged {
     words: Pinned,
     copied: Event,
-    /// What the groups are made for; 0: they are not.
-    group: usize,
+    /// What the groups are made for, if they are.
+    group: HeadGroup,
     /// Groups of each of [`ops::attention_tiles`].
     counts: [usize; 3],
 }
@@ -283,7 +284,7 @@ impl CudaBackend {
             kind,
             recording: AtomicBool::new(false),
             prepared: Mutex::default(),
-            group: AtomicUsize::new(0),
+            group: Mutex::default(),
             loader: Mutex::new(None),
             int8: AtomicBool::new(false),
         }
@@ -419,8 +420,8 @@ impl CudaBackend {
         Ok(to)
     }
 
-    /// Makes the groups of a step for `group` query heads a kv head and queues them to the device.
-    fn regroup(&self, step: &CudaStep, staged: &mut Staged, group: usize) -> Result<()> {
+    /// Makes the groups of a step for such heads and queues them to the device.
+    fn regroup(&self, step: &CudaStep, staged: &mut Staged, group: HeadGroup) -> Result<()> {
         step.fill_groups(self.kind, staged, group);
         let [first, ..] = Offsets::GROUPS;
         let (at, end) = (step.offsets.at(first) * 4, step.offsets.tables() * 4);
@@ -430,11 +431,16 @@ impl CudaBackend {
         staged.copied.record()
     }
 
-    /// The step's groups for `group` query heads a kv head, and how many there are.
-    fn groups<'a>(&self, step: &'a CudaStep, group: usize) -> Result<MutexGuard<'a, Staged>> {
+    /// What the next step's groups are likely made for.
+    fn group(&self) -> MutexGuard<'_, HeadGroup> {
+        self.group.lock().expect("no thread panics with the heads")
+    }
+
+    /// The step's groups for such heads, and how many there are.
+    fn groups<'a>(&self, step: &'a CudaStep, group: HeadGroup) -> Result<MutexGuard<'a, Staged>> {
         let mut staged = step.staged.lock().expect("no thread panics with a step");
         if staged.group != group {
-            if self.recording.load(Ordering::Relaxed) && staged.group != 0 {
+            if self.recording.load(Ordering::Relaxed) && staged.group.queries != 0 {
                 return Err(Error::Bug(
                     "layers of several group sizes cannot be recorded".to_owned(),
                 ));
@@ -444,7 +450,7 @@ impl CudaBackend {
             }
             self.regroup(step, &mut staged, group)?;
         }
-        self.group.store(group, Ordering::Relaxed);
+        *self.group() = group;
         Ok(staged)
     }
 }
@@ -562,14 +568,14 @@ impl CudaStep {
     }
 
     /// Cuts every span into runs of rows whose query vectors a tile of attention holds.
-    fn fill_groups(&self, kind: Type, staged: &mut Staged, group: usize) {
+    fn fill_groups(&self, kind: Type, staged: &mut Staged, group: HeadGroup) {
         let tiles = ops::attention_tiles(kind, group);
         for (i, tile) in tiles.into_iter().enumerate() {
             let at = self.offsets.at(Offsets::GROUPS[i]);
             let words = &mut staged.words.words()[at..at + 8 * self.rows];
             words.fill(0);
             let mut slots = words.as_chunks_mut::<8>().0.iter_mut();
-            let most = (tile.queries / group).max(1);
+            let most = (tile.queries / group.queries).max(1);
             let mut count = 0;
             for (span, &[start, end, first_page]) in self.spans.iter().enumerate() {
                 let rows = self.span_rows[span]..self.span_rows[span + 1];
@@ -940,7 +946,7 @@ impl Backend for CudaBackend {
             staged: Mutex::new(Staged {
                 words: device.alloc_pinned(most.words() * 4)?,
                 copied: device.event()?,
-                group: 0,
+                group: HeadGroup::default(),
                 counts: [0; 3],
             }),
             tokens: device.alloc("a step's tokens", rows * 4)?,
@@ -1023,12 +1029,12 @@ impl Backend for CudaBackend {
                 *word = page.cast_signed();
             }
         }
-        let group = if staged.group == 0 {
-            self.group.load(Ordering::Relaxed)
+        let group = if staged.group.queries == 0 {
+            *self.group()
         } else {
             staged.group
         };
-        if group != 0 {
+        if group.queries != 0 {
             step.fill_groups(self.kind, staged, group);
         }
 
@@ -1206,7 +1212,12 @@ impl Backend for CudaBackend {
         if step.rows == 0 {
             return Ok(());
         }
-        let group = heads / kv_heads;
+        let queries_together = heads / kv_heads;
+        let group = HeadGroup {
+            queries: queries_together,
+            head_dim,
+            int8: pages.pools().int8(),
+        };
         let staged = self.groups(step, group)?;
         let recording = self.recording.load(Ordering::Relaxed);
         let page_size = pages.layout.page_size;
@@ -1221,7 +1232,7 @@ impl Backend for CudaBackend {
         // ends with a run that is not full.
         let spans = step.spans.len();
         let counts: [usize; 3] = std::array::from_fn(|i| {
-            let most = (tiles[i].queries / group).max(1);
+            let most = (tiles[i].queries / queries_together).max(1);
             let count = if recording {
                 spans + (step.rows - spans.min(step.rows)) / most
             } else {
@@ -1261,7 +1272,7 @@ impl Backend for CudaBackend {
         let enough = counts[2] * kv_heads >= self.device().info().multiprocessors as usize;
         // Heads of 16 in tiles of 16 queries are fewer products than a block has warps, so that warps share
         // a sum: other bits than in a wider tile. No real model has such heads.
-        let (array, whole) = if longest * group <= tiles[0].queries && head_dim > 16 {
+        let (array, whole) = if longest * queries_together <= tiles[0].queries && head_dim > 16 {
             (0, false)
         } else if enough || scratch > SPLIT_SCRATCH {
             (2, true)

@@ -66,7 +66,7 @@ pub fn bytecode(variant: &Variant, arch: &str) -> Result<Vec<u8>> {
     }
 }
 
-/// Whether an argument is a size and not a pointer.
+/// Whether an argument is a size in values and not a pointer or a size in bytes.
 fn is_size(argument: &str) -> bool {
     matches!(argument, "k" | "width" | "count" | "head_dim" | "vocab")
 }

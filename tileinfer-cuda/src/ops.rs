@@ -346,28 +346,33 @@ pub fn attention_variant(
     page_size: usize,
     int8: bool,
 ) -> Variant {
-    let kernel = if whole {
-        &kernels::ATTEND_WHOLE
-    } else {
-        &kernels::ATTEND_SPLIT
-    };
     let page = if page_size == PAGE { PAGE as i32 } else { 0 };
-    let queries = tile.queries as i32;
-    let sizes = [
-        queries,
-        head_width(head_dim),
-        page,
-        tile.latency,
-        int8.into(),
-    ];
+    let (queries, width) = (tile.queries as i32, head_width(head_dim));
+    let mut sizes = vec![queries, width, page, tile.latency];
+    let (kernel, together) = if bytes_meet(kind, int8) {
+        // Values of wide heads are two products.
+        let values = if width >= 128 { width / 2 } else { width };
+        sizes.extend([2 * queries, values]);
+        let kernel = [&kernels::SPLIT_INT8, &kernels::WHOLE_INT8];
+        (kernel[usize::from(whole)], 16)
+    } else {
+        sizes.push(int8.into());
+        let kernel = [&kernels::ATTEND_SPLIT, &kernels::ATTEND_WHOLE];
+        (kernel[usize::from(whole)], 8)
+    };
     Variant::new(kernel, &[kind], &sizes)
         .hints(tile.warps, tile.occupancy)
-        .aligned(head_dim.is_multiple_of(8))
+        .aligned(head_dim.is_multiple_of(together))
+}
+
+/// Whether scores are products of bytes: in bfloat16 over an int8 cache. In f32 queries stay as they are.
+fn bytes_meet(kind: Type, int8: bool) -> bool {
+    int8 && kind == Type::Bf16
 }
 
 /// The kernel that folds what split attention leaves.
 pub fn fold_variant(kind: Type, head_dim: usize) -> Variant {
-    Variant::new(&kernels::FOLD, &[kind], &[head_width(head_dim), 0])
+    Variant::new(&kernels::FOLD, &[kind], &[head_width(head_dim), 16])
         .aligned(head_dim.is_multiple_of(8))
 }
 
@@ -376,18 +381,35 @@ fn head_width(head_dim: usize) -> i32 {
     head_dim.next_power_of_two().max(16) as i32
 }
 
-/// Tiles of attention for kv heads that a `group` of query heads shares: for few query vectors and for more,
+/// What the tiles of attention depend on besides the type.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct HeadGroup {
+    /// Query heads that share a kv head; 0: not known yet.
+    pub queries: usize,
+    /// Values a head.
+    pub head_dim: usize,
+    /// Whether the cache is int8.
+    pub int8: bool,
+}
+
+/// Tiles of attention for kv heads that a group of query heads shares: for few query vectors and for more,
 /// keys split over blocks, and for many, keys whole.
-pub fn attention_tiles(kind: Type, group: usize) -> [AttentionTile; 3] {
+pub fn attention_tiles(kind: Type, group: HeadGroup) -> [AttentionTile; 3] {
     // Four warps always: with eight, tileiras 13.5.37 makes wrong code of these kernels for sm_90.
     let tile = |queries: usize, occupancy| AttentionTile {
-        queries: queries.max(group.next_power_of_two()),
+        queries: queries.max(group.queries.next_power_of_two()),
         warps: 4,
         occupancy,
         latency: 2,
     };
     match kind {
         Type::F32 => [tile(16, 2); 3],
+        // H200, 32 query and 8 kv heads of 128: one row at 32768 positions 22 us with 8 queries, 26 with 16, 51 with 32.
+        Type::Bf16 if group.int8 && group.head_dim > 64 => {
+            let wide = if group.head_dim > 128 { 2 } else { 4 };
+            [tile(8, 4), tile(16, wide), tile(64, 2)]
+        }
+        Type::Bf16 if group.int8 && group.head_dim > 32 => [tile(16, 4), tile(16, 4), tile(64, 2)],
         // H200, 32 query and 8 kv heads of 128: one row at 4096 positions 11.6 us, at 32768 50 us.
         Type::Bf16 => [tile(16, 4), tile(32, 2), tile(64, 2)],
     }
@@ -443,6 +465,20 @@ impl Pools {
     fn arguments(&self) -> [Argument; 7] {
         [
             self.keys.values,
+            self.values.values,
+            self.keys.values,
+            self.keys.scales,
+            self.values.values,
+            self.values.scales,
+            self.factors,
+        ]
+        .map(Argument::from)
+    }
+
+    /// As the kernels for products of bytes take them: values as pairs of bytes, keys, their scales, values, their scales,
+    /// factors.
+    fn byte_arguments(&self) -> [Argument; 6] {
+        [
             self.values.values,
             self.keys.values,
             self.keys.scales,
@@ -894,7 +930,12 @@ impl Ops {
             plan.window.min(1 << 30).into(),
         ];
         let lists = [step.tables, groups.address].map(Argument::from);
-        let sources = [&[queries.into()], &pools.arguments()[..], &lists].concat();
+        let pools = if bytes_meet(kind, pools.int8()) {
+            pools.byte_arguments().to_vec()
+        } else {
+            pools.arguments().to_vec()
+        };
+        let sources = [&[queries.into()], &pools[..], &lists].concat();
         if whole {
             let arguments = [&[out.into()], &sources[..], &shape].concat();
             let grid = [groups.count, plan.kv_heads, 1];
@@ -1062,12 +1103,17 @@ pub fn catalog() -> Vec<Variant> {
             }
         }
         for head_dim in [16, 32, 64, 128, 256] {
-            let [few, more, many] = attention_tiles(kind, 1);
             let pages = [(PAGE, false), (PAGE, true), (4, false), (4, true)];
             for (page_size, int8) in pages
                 .into_iter()
                 .filter(|&(size, _)| size == PAGE || head_dim <= 128)
             {
+                let group = HeadGroup {
+                    queries: 1,
+                    head_dim,
+                    int8,
+                };
+                let [few, more, many] = attention_tiles(kind, group);
                 let variant =
                     |whole, tile| attention_variant(kind, whole, tile, head_dim, page_size, int8);
                 all.extend([
@@ -1278,8 +1324,13 @@ mod tests {
                     let kernel = &kernels::SPLIT_NORM_ROPE_STORE;
                     has(head_variant(kernel, kind, head_dim, int8));
                 }
-                let [few, more, many] = attention_tiles(kind, heads / kv_heads);
                 for int8 in [false, true] {
+                    let group = HeadGroup {
+                        queries: heads / kv_heads,
+                        head_dim,
+                        int8,
+                    };
+                    let [few, more, many] = attention_tiles(kind, group);
                     let variant =
                         |whole, tile| attention_variant(kind, whole, tile, head_dim, PAGE, int8);
                     has(variant(false, few));

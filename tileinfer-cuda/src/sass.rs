@@ -2,8 +2,8 @@
 //! fetched in bulk, products by the tensor core's own instructions, nothing spilled. It reads what NVIDIA's
 //! `nvdisasm` and `cuobjdump` print and needs no GPU; it does not know how fast anything is.
 
-use crate::kernels::{self, Type, Variant};
-use crate::ops::{self, LinearShape, PAGE, Then};
+use crate::kernels::{Type, Variant};
+use crate::ops::{self, HeadGroup, LinearShape, PAGE, Then};
 
 /// Instructions of a kernel by what they do.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -108,8 +108,13 @@ pub fn hot() -> Vec<Variant> {
         }
     }
     for head_dim in [64, 128] {
-        let [few, more, many] = ops::attention_tiles(Type::Bf16, 4);
         for int8 in [false, true] {
+            let group = HeadGroup {
+                queries: 4,
+                head_dim,
+                int8,
+            };
+            let [few, more, many] = ops::attention_tiles(Type::Bf16, group);
             for (whole, tile) in [(false, few), (false, more), (true, many)] {
                 let kind = Type::Bf16;
                 all.push(ops::attention_variant(
@@ -201,7 +206,7 @@ pub fn faults(
     if counts.warp_products > 0 {
         faults.push(format!("{} products by single warps", counts.warp_products));
     }
-    if counts.bulk == 0 && !gathers(variant) {
+    if counts.bulk == 0 {
         faults.push("no tile is fetched by the tensor memory accelerator".to_owned());
     }
     let name = variant.to_string();
@@ -216,14 +221,6 @@ pub fn faults(
         ));
     }
     faults
-}
-
-/// Whether a kernel widens int8 pages on their way and so loads them itself.
-fn gathers(variant: &Variant) -> bool {
-    let attention = [&kernels::ATTEND_SPLIT, &kernels::ATTEND_WHOLE]
-        .iter()
-        .any(|&kernel| std::ptr::eq(kernel, variant.kernel));
-    attention && variant.sizes[4] == 1
 }
 
 #[cfg(test)]
@@ -323,14 +320,6 @@ Resource usage:
         );
         assert_eq!(wrong(Counts { bulk: 0, ..good }, none), 1);
         assert_eq!(wrong(good, Resources { stack: 8, ..none }), 1);
-        // Int8 pages are not fetched in bulk, those of the compute type are.
-        let [few, ..] = ops::attention_tiles(Type::Bf16, 4);
-        for (int8, expected) in [(false, 1), (true, 0)] {
-            let attention = ops::attention_variant(Type::Bf16, false, few, 128, PAGE, int8);
-            let counts = Counts { bulk: 0, ..good };
-            let found = faults("sm_90", &attention, &counts, &none);
-            assert_eq!(found.len(), expected, "{found:?}");
-        }
     }
 
     #[test]

@@ -21,8 +21,8 @@ use tileinfer_cuda::CudaBackend;
 use tileinfer_cuda::driver::{Address, Memory};
 use tileinfer_cuda::kernels::Type;
 use tileinfer_cuda::ops::{
-    AttentionPlan, Groups, HeadInputs, LinearShape, Ops, PAGE, Pools, Rows, StepArrays, Then,
-    attention_tiles, sweep_plans, sweep_shapes, sweep_tiles,
+    AttentionPlan, Groups, HeadGroup, HeadInputs, LinearShape, Ops, PAGE, Pools, Rows, StepArrays,
+    Then, attention_tiles, sweep_plans, sweep_shapes, sweep_tiles,
 };
 use tileinfer_cuda::store::KernelOptions;
 
@@ -914,7 +914,7 @@ impl Checker {
         }
 
         let group = heads / kv_heads;
-        let [few, more, many] = attention_tiles(kind, group);
+        let [few, more, many] = attention_tiles(kind, of_compute_type(group, head_dim));
         let device_positions = self.integers(&positions)?;
         let device_meta = self.integers(&row_meta)?;
         let device_tables = self.integers(&tables)?;
@@ -1272,7 +1272,7 @@ impl Checker {
             let pages = (table_width * sequences).min(2000);
             let layer = pages * kv_heads * PAGE * head_dim * 2;
             let layers = ((2usize << 30) / layer).clamp(1, 24);
-            let [few, more, many] = attention_tiles(kind, group);
+            let [few, more, many] = attention_tiles(kind, of_compute_type(group, head_dim));
             let split = if new * group <= few.queries {
                 few
             } else {
@@ -1384,6 +1384,15 @@ fn round(kind: Type, value: f32) -> f32 {
     match kind {
         Type::Bf16 => bf16::from_f32(value).to_f32(),
         Type::F32 => value,
+    }
+}
+
+/// Heads whose keys and values are of the compute type.
+fn of_compute_type(queries: usize, head_dim: usize) -> HeadGroup {
+    HeadGroup {
+        queries,
+        head_dim,
+        int8: false,
     }
 }
 

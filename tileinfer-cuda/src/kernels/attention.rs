@@ -20,7 +20,7 @@ pub mod attention {
     ///
     /// # Safety
     /// As for the entry points below.
-    unsafe fn load_queries<E: ElementType, const BQ: i32, const D: i32>(
+    pub unsafe fn load_queries<E: ElementType, const BQ: i32, const D: i32>(
         free: Token,
         queries: *mut E,
         offsets: Tile<i32, { [BQ, D] }>,
@@ -40,7 +40,7 @@ pub mod attention {
     }
 
     /// Of each query vector of a group, which of all `[rows, heads]` vectors it is.
-    fn vector_numbers<const BQ: i32, const C: i32>(
+    pub fn vector_numbers<const BQ: i32, const C: i32>(
         first_row: i32,
         heads: i32,
         kv_head: i32,
@@ -60,7 +60,7 @@ pub mod attention {
     ///
     /// # Safety
     /// As for the entry points below.
-    unsafe fn load_page<E: ElementType, const D: i32, const PAGE: i32, const LATENCY: i32>(
+    pub unsafe fn load_page<E: ElementType, const D: i32, const PAGE: i32, const LATENCY: i32>(
         pool: *mut E,
         table: *mut i32,
         table_start: i32,
@@ -120,7 +120,7 @@ pub mod attention {
     ///
     /// # Safety
     /// As for the entry points below.
-    unsafe fn load_page_bytes<const D: i32, const PAGE: i32, const LATENCY: i32>(
+    pub unsafe fn load_page_bytes<const D: i32, const PAGE: i32, const LATENCY: i32>(
         pool: *mut i8,
         table: *mut i32,
         table_start: i32,
@@ -212,7 +212,7 @@ pub mod attention {
     ///
     /// # Safety
     /// As for the entry points below.
-    unsafe fn load_scales<const R: i32, const C: i32>(
+    pub unsafe fn load_scales<const R: i32, const C: i32>(
         scales: *mut f32,
         table: *mut i32,
         table_start: i32,
@@ -253,7 +253,7 @@ pub mod attention {
     ///
     /// # Safety
     /// As for the entry points below.
-    unsafe fn unsmoothed<E: ElementType, const BQ: i32, const D: i32>(
+    pub unsafe fn unsmoothed<E: ElementType, const BQ: i32, const D: i32>(
         q: Tile<E, { [BQ, D] }>,
         factors: *mut f32,
         kv_head: i32,
@@ -555,9 +555,75 @@ pub mod attention {
         }
     }
 
+    /// What the blocks so far give together with the one at `at`: largest score, sum of weights, output.
+    ///
+    /// # Safety
+    /// As for the entry points.
+    unsafe fn with_block<const D: i32>(
+        m: Tile<f32, { [1, 1] }>,
+        l: Tile<f32, { [1, 1] }>,
+        o: Tile<f32, { [1, D] }>,
+        outputs: *mut f32,
+        maxima: *mut f32,
+        weights: *mut f32,
+        at: i32,
+        head_dim: i32,
+        free: Token,
+    ) -> (
+        Tile<f32, { [1, 1] }>,
+        Tile<f32, { [1, 1] }>,
+        Tile<f32, { [1, D] }>,
+    ) {
+        let lane: Tile<i32, { [1, D] }> = column_numbers::<1, D>();
+        let inside: Tile<bool, { [1, D] }> =
+            lt_tile(lane, broadcast_scalar(head_dim, shape![1, D]));
+        let from: Tile<i32, { [1, D] }> = broadcast_scalar(at * head_dim, shape![1, D]) + lane;
+        let at: Tile<i32, { [1, 1] }> = broadcast_scalar(at, shape![1, 1]);
+        let (m_block, _t): (Tile<f32, { [1, 1] }>, Token) = load_ptr_tko(
+            addresses(maxima, at),
+            ordering::Weak,
+            None::<scope::Device>,
+            None,
+            None,
+            Some(free),
+            Latency::<0>,
+        );
+        let (l_block, _t): (Tile<f32, { [1, 1] }>, Token) = load_ptr_tko(
+            addresses(weights, at),
+            ordering::Weak,
+            None::<scope::Device>,
+            None,
+            None,
+            Some(free),
+            Latency::<0>,
+        );
+        let (o_block, _t): (Tile<f32, { [1, D] }>, Token) = load_ptr_tko(
+            addresses(outputs, from),
+            ordering::Weak,
+            None::<scope::Device>,
+            Some(inside),
+            None,
+            Some(free),
+            Latency::<0>,
+        );
+        let top: Tile<f32, { [1, 1] }> = max_tile(m, m_block);
+        let old: Tile<f32, { [1, 1] }> = exp2(m - top, ftz::Disabled);
+        let new: Tile<f32, { [1, 1] }> = exp2(m_block - top, ftz::Disabled);
+        let l: Tile<f32, { [1, 1] }> =
+            fma(l_block, new, l * old, rounding::NearestEven, ftz::Disabled);
+        let o: Tile<f32, { [1, D] }> = fma(
+            o_block,
+            new.broadcast(shape![1, D]),
+            o * old.broadcast(shape![1, D]),
+            rounding::NearestEven,
+            ftz::Disabled,
+        );
+        (top, l, o)
+    }
+
     /// Folds what `attend_split` left for one query vector, block by block. Grid: (heads, rows).
     #[cutile::entry(unchecked_accesses = true)]
-    unsafe fn fold<E: ElementType, const D: i32, const LATENCY: i32>(
+    unsafe fn fold<E: ElementType, const D: i32, const AHEAD: i32>(
         out: *mut E,
         outputs: *mut f32,
         maxima: *mut f32,
@@ -590,49 +656,41 @@ pub mod attention {
         let mut m: Tile<f32, { [1, 1] }> = constant(-1.0e30f32, shape![1, 1]);
         let mut l: Tile<f32, { [1, 1] }> = constant(0.0f32, shape![1, 1]);
         let mut o: Tile<f32, { [1, D] }> = constant(0.0f32, shape![1, D]);
-        for block in (low / 256)..ceil_div(high, 256i32) {
-            let at: Tile<i32, { [1, 1] }> = broadcast_scalar(base + block, shape![1, 1]);
-            let (m_block, _t): (Tile<f32, { [1, 1] }>, Token) = load_ptr_tko(
-                addresses(maxima, at),
-                ordering::Weak,
-                None::<scope::Device>,
-                None,
-                None,
-                Some(free),
-                Latency::<LATENCY>,
-            );
-            let (l_block, _t): (Tile<f32, { [1, 1] }>, Token) = load_ptr_tko(
-                addresses(weights, at),
-                ordering::Weak,
-                None::<scope::Device>,
-                None,
-                None,
-                Some(free),
-                Latency::<LATENCY>,
-            );
-            let from: Tile<i32, { [1, D] }> =
-                broadcast_scalar((base + block) * head_dim, shape![1, D]) + lane;
-            let (o_block, _t): (Tile<f32, { [1, D] }>, Token) = load_ptr_tko(
-                addresses(outputs, from),
-                ordering::Weak,
-                None::<scope::Device>,
-                Some(inside),
-                None,
-                Some(free),
-                Latency::<LATENCY>,
-            );
-            let top: Tile<f32, { [1, 1] }> = max_tile(m, m_block);
-            let old: Tile<f32, { [1, 1] }> = exp2(m - top, ftz::Disabled);
-            let new: Tile<f32, { [1, 1] }> = exp2(m_block - top, ftz::Disabled);
-            l = fma(l_block, new, l * old, rounding::NearestEven, ftz::Disabled);
-            o = fma(
-                o_block,
-                new.broadcast(shape![1, D]),
-                o * old.broadcast(shape![1, D]),
-                rounding::NearestEven,
-                ftz::Disabled,
-            );
-            m = top;
+        // Sixteen blocks are asked for at once; they are folded one after the other.
+        let first: i32 = base + low / 256;
+        let last: i32 = base + ceil_div(high, 256i32);
+        let many: i32 = (last - first) / AHEAD;
+        for i in 0i32..many {
+            for j in 0i32..AHEAD {
+                let (m_next, l_next, o_next): (
+                    Tile<f32, { [1, 1] }>,
+                    Tile<f32, { [1, 1] }>,
+                    Tile<f32, { [1, D] }>,
+                ) = with_block::<D>(
+                    m,
+                    l,
+                    o,
+                    outputs,
+                    maxima,
+                    weights,
+                    first + i * AHEAD + j,
+                    head_dim,
+                    free,
+                );
+                m = m_next;
+                l = l_next;
+                o = o_next;
+            }
+        }
+        for at in (first + many * AHEAD)..last {
+            let (m_next, l_next, o_next): (
+                Tile<f32, { [1, 1] }>,
+                Tile<f32, { [1, 1] }>,
+                Tile<f32, { [1, D] }>,
+            ) = with_block::<D>(m, l, o, outputs, maxima, weights, at, head_dim, free);
+            m = m_next;
+            l = l_next;
+            o = o_next;
         }
         let result: Tile<E, { [1, D] }> = convert_tile(true_div(o, l.broadcast(shape![1, D])));
         let to: Tile<i32, { [1, D] }> = broadcast_scalar(vector * head_dim, shape![1, D]) + lane;

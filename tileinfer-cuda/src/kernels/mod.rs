@@ -14,7 +14,11 @@
 mod activation;
 // Values that only one of two constant branches writes are written before as well.
 #[allow(unused_assignments)]
+#[allow(unreachable_pub)]
 mod attention;
+// The same.
+#[allow(unused_assignments)]
+mod attention_int8;
 #[allow(unreachable_pub)]
 mod bytes;
 // Values that only one of two constant branches writes are written before as well.
@@ -112,6 +116,8 @@ kernels! {
     STORE = rope::store(pool bytes x head_dim; scales factors);
     ATTEND_SPLIT = attention::attend_split(queries head_dim; outputs keys values key_bytes value_bytes key_scales value_scales factors);
     FOLD = attention::fold(out head_dim; outputs);
+    SPLIT_INT8 = attention_int8::attend_split_int8(queries head_bytes; outputs pairs keys values key_scales value_scales factors);
+    WHOLE_INT8 = attention_int8::attend_whole_int8(out queries head_bytes; pairs keys values key_scales value_scales factors);
     ATTEND_WHOLE = attention::attend_whole(out queries head_dim; keys values key_bytes value_bytes key_scales value_scales factors);
     ARGMAX_PARTS = sample::argmax_parts(vocab; logits);
     ARGMAX = sample::argmax(; );
@@ -128,6 +134,7 @@ const SOURCES: &[&str] = &[
     include_str!("mod.rs"),
     include_str!("activation.rs"),
     include_str!("attention.rs"),
+    include_str!("attention_int8.rs"),
     include_str!("bytes.rs"),
     include_str!("draw.rs"),
     include_str!("exact.rs"),
