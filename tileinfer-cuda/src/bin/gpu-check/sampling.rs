@@ -247,7 +247,8 @@ impl Checker {
                 let words = self.integers(&words)?;
                 let (tokens, logits, words) = (tokens.at(), logits.at(), words.at());
                 let time = self.time(8, |_| {
-                    self.ops.sample(tokens, logits, [rows, width], &plan, words)
+                    self.ops
+                        .sample([tokens, 0], logits, [rows, width], &plan, words)
                 })?;
                 line += &format!(" {name} {time:.1} us,");
             }
