@@ -168,17 +168,25 @@ pub fn splits(kind: Type, n: usize, k: usize) -> (usize, usize) {
 }
 
 /// A plan by which few rows stream the weight: `tile` is weight rows, columns and tokens a block and how far
-/// ahead they are loaded, `hints` warps a block and blocks a multiprocessor.
-pub fn few_plan(shape: &LinearShape, tile: [i32; 4], hints: (i32, i32)) -> LinearPlan {
+/// ahead they are loaded, `first` how many columns are fetched before the kernel waits for its activations, `hints`
+/// warps a block and blocks a multiprocessor.
+pub fn few_plan(shape: &LinearShape, tile: [i32; 4], first: i32, hints: (i32, i32)) -> LinearPlan {
     let kernel = if shape.int8 {
         &kernels::FEW_INT8
     } else {
         &kernels::LINEAR_FEW
     };
-    linear_plan_of(kernel, shape, tile, hints)
+    let mut plan = linear_plan_of(kernel, shape, tile, hints);
+    // Every split begins with a whole tile of them.
+    let most = match plan.grid[2] {
+        1 => first,
+        _ => first.min(1 << plan.split_columns.trailing_zeros()),
+    };
+    plan.variant = plan.variant.and_size(most.max(tile[1]));
+    plan
 }
 
-/// A plan by which many rows fill the tensor cores; arguments as for [`few_plan`].
+/// A plan by which many rows fill the tensor cores; `tile` and `hints` as for [`few_plan`].
 pub fn many_plan(shape: &LinearShape, tile: [i32; 4], hints: (i32, i32)) -> LinearPlan {
     let kernel = if shape.int8 {
         &kernels::MANY_INT8
@@ -236,22 +244,22 @@ pub fn linear_plan(shape: &LinearShape) -> LinearPlan {
     match (shape.kind, shape.int8) {
         // A row is two rows of bytes.
         (_, true) => match rows {
-            ..=8 => few_plan(shape, [64, 256, 8, 4], (4, 3)),
-            9..=16 => few_plan(shape, [64, 256, 16, 4], (4, 3)),
-            17..=32 => few_plan(shape, [64, 256, 32, 3], (4, 2)),
-            33..=64 => few_plan(shape, [64, 128, 64, 3], (4, 2)),
+            ..=8 => few_plan(shape, [64, 256, 8, 4], 256, (4, 3)),
+            9..=16 => few_plan(shape, [64, 256, 16, 4], 256, (4, 3)),
+            17..=32 => few_plan(shape, [64, 256, 32, 3], 256, (4, 2)),
+            33..=64 => few_plan(shape, [64, 128, 64, 3], 128, (4, 2)),
             _ => many_plan(shape, [256, 128, 64, 3], (8, 1)),
         },
         // One tile for all: plain multiplies and adds, whose order is the compiler's choice a tile.
-        (Type::F32, false) => few_plan(shape, [64, 32, 16, 3], (4, 2)),
+        (Type::F32, false) => few_plan(shape, [64, 32, 16, 3], 32, (4, 2)),
         (Type::Bf16, false) => match rows {
             // H200, Llama-3.1-8B (448 blocks of gate and up): 4.55 ms a step with three, 4.32 with four.
-            ..=8 if (397..=528).contains(&blocks) => few_plan(shape, [64, 128, 8, 3], (4, 4)),
-            ..=8 => few_plan(shape, [64, 128, 8, 3], (4, together)),
-            9..=16 => few_plan(shape, [64, 128, 16, 3], (4, together)),
-            17..=32 => few_plan(shape, [64, 128, 32, 3], (4, 2)),
-            33..=64 => few_plan(shape, [64, 128, 64, 4], (4, 1)),
-            65..=128 => few_plan(shape, [64, 128, 128, 3], (4, 1)),
+            ..=8 if (397..=528).contains(&blocks) => few_plan(shape, [64, 128, 8, 3], 128, (4, 4)),
+            ..=8 => few_plan(shape, [64, 128, 8, 3], 128, (4, together)),
+            9..=16 => few_plan(shape, [64, 128, 16, 3], 128, (4, together)),
+            17..=32 => few_plan(shape, [64, 128, 32, 3], 128, (4, 2)),
+            33..=64 => few_plan(shape, [64, 128, 64, 4], 128, (4, 1)),
+            65..=128 => few_plan(shape, [64, 128, 128, 3], 128, (4, 1)),
             // Too few large tiles leave multiprocessors idle, rows that do not fill a tile cost as if they did.
             129..=192 if splits == 1 => many_plan(shape, [128, 64, 64, 4], (4, 2)),
             193..=256 if splits == 1 => many_plan(shape, [128, 64, 128, 4], (8, 1)),
@@ -1136,7 +1144,7 @@ pub fn sweep_shapes() -> Vec<LinearShape> {
 
 /// Plans that `gpu-check --sweep` tries at a shape.
 pub fn sweep_plans(shape: &LinearShape) -> Vec<LinearPlan> {
-    let few = |tile, hints| few_plan(shape, tile, hints);
+    let few = |tile: [i32; 4], hints| few_plan(shape, tile, tile[1], hints);
     let many = |tile, hints| many_plan(shape, tile, hints);
     match (shape.int8, shape.rows) {
         (false, ..=16) => vec![
