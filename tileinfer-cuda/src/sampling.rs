@@ -30,7 +30,10 @@ const MOST_KEEPING: usize = 32;
 /// Words of a list for each token.
 const LISTED: usize = 3;
 
-/// What is drawn from a row by [`Word::Draw`].
+/// Most bytes of distributions that a step lists, or that it brings along.
+const MOST_BYTES: usize = 128 << 20;
+
+/// Values of [`Word::Draw`].
 const DRAFT: i32 = 1;
 const VERIFY: i32 = 2;
 
@@ -59,8 +62,8 @@ enum Word {
     Frequency,
     /// Where its token goes.
     Token,
-    /// 1: a draft, and a list of what it is drawn from. 2: what comes where a draft stands. 0: a token, or
-    /// something else that with the largest logit is no different.
+    /// [`DRAFT`]: a draft, and a list of what it is drawn from; [`VERIFY`]: what comes where a draft stands; 0: a token.
+    /// Where the largest logit is wanted it is the same for all three.
     Draw,
     /// The draft that stands there, and the probability that it has to exceed.
     Draft,
@@ -98,13 +101,23 @@ impl SamplePlan {
         let samplers = rows.iter().enumerate();
         let samplers = samplers.filter_map(|(row, sampler)| Some((row, sampler.as_ref()?)));
         for (place, (row, sampler)) in samplers.enumerate() {
-            if is_for_device(sampler, width) {
+            if is_for_device(sampler, width) && plan.has_room(&sampler.draw, width) {
                 plan.push(sampler, [row, place], width);
             } else {
                 plan.host.push((row, place));
             }
         }
         plan
+    }
+
+    /// Whether the distribution that a draw brings or needs is not too much.
+    fn has_room(&self, draw: &Draw, width: usize) -> bool {
+        let bytes = match draw {
+            Draw::Token => 0,
+            Draw::Draft => list_bytes(self.lists.len() + 1, width),
+            Draw::Verify { from, .. } => (self.pairs.len() + 2 * from.ids.len()) * 4,
+        };
+        bytes <= MOST_BYTES
     }
 
     /// Rows for the device.
@@ -296,14 +309,22 @@ pub fn list_bytes(count: usize, vocab: usize) -> usize {
 /// The distribution that the kernels listed: for each token, in no order, its id, the bits of its probability and
 /// the rank of its logit.
 fn listed(words: &[i32]) -> Distribution {
-    let mut tokens = words.as_chunks::<LISTED>().0.to_vec();
-    tokens.sort_unstable_by_key(|&[id, _, rank]| (!rank, id));
-    let id = |&[id, ..]: &[i32; LISTED]| id.cast_unsigned();
-    let prob = |&[_, bits, _]: &[i32; LISTED]| f32::from_bits(bits.cast_unsigned());
-    Distribution {
-        ids: tokens.iter().map(id).collect(),
-        probs: tokens.iter().map(prob).collect(),
+    let tokens = words.as_chunks::<LISTED>().0;
+    let mut probs = Vec::new();
+    let mut order = Vec::with_capacity(tokens.len());
+    for words in tokens {
+        let [id, prob, rank] = words.map(i32::cast_unsigned);
+        if id as usize >= probs.len() {
+            probs.resize((id as usize + 1).next_power_of_two(), 0.0);
+        }
+        probs[id as usize] = f32::from_bits(prob);
+        // Ranks have a sign. A key alone is sorted quicker than what goes with it.
+        order.push(u64::from(!rank ^ 1 << 31) << 32 | u64::from(id));
     }
+    order.sort_unstable();
+    let ids: Vec<u32> = order.into_iter().map(|key| key as u32).collect();
+    let probs = ids.iter().map(|&id| probs[id as usize]).collect();
+    Distribution { ids, probs }
 }
 
 /// Parts of a row, and a power of two that is no less.
@@ -410,11 +431,6 @@ impl Ops {
             if verifies { kept } else { 0 },
         ];
         let mut at = self.scratch(sizes.iter().map(|&size| bytes(size)).sum())?;
-        let mut next = |size: usize| {
-            let begin = at;
-            at += bytes(size) as Address;
-            begin
-        };
         let [
             copy,
             maxima,
@@ -429,7 +445,11 @@ impl Ops {
             state,
             weights,
             drafted,
-        ] = sizes.map(&mut next);
+        ] = sizes.map(|size| {
+            let begin = at;
+            at += bytes(size) as Address;
+            begin
+        });
         let [table, biases, penalties, masks, _] = plan.arrays().map(<[i32]>::len);
         let after = |count: usize| words + (count * 4) as Address;
         let pairs = after(table + biases + penalties + masks);
@@ -989,5 +1009,44 @@ mod tests {
         let mut words = vec![0; plan.words()];
         plan.write(&mut words);
         assert_eq!(words, plan.table);
+    }
+
+    #[test]
+    fn what_is_too_much_for_a_step_is_the_hosts() {
+        let mut random = Random(2);
+        let params = SamplingParams {
+            temperature: 1.0,
+            ..SamplingParams::default()
+        };
+        let row = |draw: Draw| {
+            let params = Arc::new(params.clone());
+            Some(RowSampler {
+                params,
+                counts: None,
+                mask: None,
+                vocabulary: usize::MAX,
+                draw,
+                ..random.sampler(50)
+            })
+        };
+        // 12 MiB a list, 8 MiB of pairs.
+        let width = 1 << 20;
+        let from = Arc::new(Distribution {
+            ids: (0..1 << 20).collect(),
+            probs: vec![0.0; width],
+        });
+        let draws = (0..30).map(|i| match i % 2 {
+            0 => Draw::Draft,
+            _ => Draw::Verify {
+                draft: 3,
+                from: from.clone(),
+            },
+        });
+        let rows: Vec<_> = draws.map(row).collect();
+        let plan = SamplePlan::new(&rows, width);
+        let host: Vec<usize> = plan.host().iter().map(|&(row, _)| row).collect();
+        assert_eq!(host, [20, 22, 24, 26, 28]);
+        assert_eq!(plan.lists().len(), 10);
+        assert_eq!(plan.pairs.len(), 15 * 2 * width);
     }
 }
