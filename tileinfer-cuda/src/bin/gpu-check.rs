@@ -1,8 +1,10 @@
 //! Holds every kernel against plain f64 loops on the GPU at hand, and against itself: the same row must
 //! come out the same, bit for bit, whatever stands beside it. Prints a line a check and a table of times.
 //!
-//! `gpu-check [--sweep | --times | --draws] [--toolkit DIR] PACK_FOLDER [GOLDEN_FOLDER [SMOLLM2_FOLDER]]`; with `--sweep`, candidates for
-//! tiles instead, which takes a pack made with `tileinfer-kernels --sweep`; with `--times`, the times alone, with `--draws`, what is about sampling; with a toolkit, kernels that the pack lacks are compiled, and named at the end.
+//! `gpu-check [--sweep | --times | --draws] [--toolkit DIR] PACK_FOLDER [GOLDEN_FOLDER [SMOLLM2_FOLDER]]`; with
+//! `--sweep`, candidates for tiles instead, which takes a pack made with `tileinfer-kernels --sweep`; with `--times`, the
+//! times alone, with `--draws`, what is about sampling; with a toolkit, kernels that the pack lacks are compiled, and
+//! named at the end.
 
 #[path = "gpu-check/sampling.rs"]
 mod sampling;
