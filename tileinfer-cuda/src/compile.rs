@@ -170,19 +170,14 @@ impl Assembler {
 mod tests {
     use super::*;
     use crate::kernels::{self, Type};
+    use crate::ops::{LinearShape, linear_plan};
 
     /// What the compiler says to several architectures at once is what it says to each alone.
     #[test]
     fn bytecode_for_several_architectures_is_that_for_each() {
-        let variants = [
-            Variant::new(
-                &kernels::LINEAR_FEW,
-                &[Type::Bf16; 2],
-                &[64, 128, 8, 3, 0, 1, 64],
-            ),
-            Variant::new(&kernels::ADD, &[Type::F32; 2], &[1024]),
-        ];
-        for variant in variants.map(|variant| variant.aligned(true)) {
+        let shape = LinearShape::new([Type::Bf16; 2], [1, 6144, 4096]);
+        let add = Variant::new(&kernels::ADD, &[Type::F32; 2], &[1024]);
+        for variant in [linear_plan(&shape).variant, add] {
             let archs = ["sm_90", "sm_120", "sm_80"];
             let together = bytecodes(&variant, &archs).unwrap();
             assert_eq!(together.len(), archs.len());

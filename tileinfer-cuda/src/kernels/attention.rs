@@ -324,15 +324,17 @@ pub mod attention {
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
         let grid: (i32, i32, i32) = get_num_tile_blocks();
-        let free: Token = start();
+        // No kernel writes the arrays that describe a step: they are read before the wait.
+        let given: Token = new_token_unordered();
         let meta: i32 = pid.2 * 8;
         let kv_head: i32 = pid.1;
-        let first_row: i32 = scalar_at(free, groups, meta);
-        let rows: i32 = scalar_at(free, groups, meta + 1);
-        let span: i32 = scalar_at(free, groups, meta + 2);
-        let first_position: i32 = scalar_at(free, groups, meta + 3);
-        let end: i32 = scalar_at(free, groups, meta + 4);
-        let first_page: i32 = scalar_at(free, groups, meta + 5);
+        let first_row: i32 = scalar_at(given, groups, meta);
+        let rows: i32 = scalar_at(given, groups, meta + 1);
+        let span: i32 = scalar_at(given, groups, meta + 2);
+        let first_position: i32 = scalar_at(given, groups, meta + 3);
+        let end: i32 = scalar_at(given, groups, meta + 4);
+        let first_page: i32 = scalar_at(given, groups, meta + 5);
+        let free: Token = start();
         let group: i32 = heads / kv_heads;
         let table_start: i32 = span * table_width - first_page;
 
@@ -571,11 +573,12 @@ pub mod attention {
         block_slots: i32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
-        let free: Token = start();
+        let given: Token = new_token_unordered();
         let meta: i32 = pid.1 * 4;
-        let position: i32 = scalar_at(free, row_meta, meta);
-        let end: i32 = scalar_at(free, row_meta, meta + 1);
-        let first_page: i32 = scalar_at(free, row_meta, meta + 2);
+        let position: i32 = scalar_at(given, row_meta, meta);
+        let end: i32 = scalar_at(given, row_meta, meta + 1);
+        let first_page: i32 = scalar_at(given, row_meta, meta + 2);
+        let free: Token = start();
         let low: i32 = max(position + 1 - window, 0i32);
         let mut high: i32 = position + 1;
         if causal == 0 {

@@ -157,7 +157,7 @@ pub struct Variant {
     /// Its element types.
     pub types: [Option<Type>; 2],
     /// Its tile sizes, in the order of its generic arguments; as many as are not 0 from the right.
-    pub sizes: [i32; 8],
+    pub sizes: [i32; 9],
     /// How many of `sizes` count.
     pub size_count: usize,
     /// Warps a block.
@@ -174,7 +174,7 @@ impl Variant {
         let mut variant = Variant {
             kernel,
             types: [None; 2],
-            sizes: [0; 8],
+            sizes: [0; 9],
             size_count: sizes.len(),
             warps: 4,
             occupancy: 2,
@@ -185,6 +185,13 @@ impl Variant {
         }
         variant.sizes[..sizes.len()].copy_from_slice(sizes);
         variant
+    }
+
+    /// With one more tile size.
+    pub fn and_size(mut self, size: i32) -> Self {
+        self.sizes[self.size_count] = size;
+        self.size_count += 1;
+        self
     }
 
     /// With other launch hints.
@@ -208,7 +215,7 @@ impl Variant {
     }
 
     /// A number of its own for each variant, quick to compare.
-    fn identity(&self) -> (usize, [Option<Type>; 2], [i32; 8], i32, i32, bool) {
+    fn identity(&self) -> (usize, [Option<Type>; 2], [i32; 9], i32, i32, bool) {
         let kernel = std::ptr::from_ref(self.kernel) as usize;
         (
             kernel,

@@ -64,13 +64,26 @@ pub mod views {
         values.reshape(shape![1, BN])
     }
 
-    /// Waits for the kernels before this one and what they wrote, then lets the next kernel begin to start: every
-    /// access to memory is ordered after the token. Kernels of one step follow each other closely, so that the
-    /// start of one hides behind the end of the one before it.
+    /// Lets the next kernel begin to start, then waits for the kernels before this one and what they wrote: every
+    /// access to memory that kernels write is ordered after the token. Kernels of one step follow each other closely,
+    /// so that the start of one, and what it fetches before it waits, hides behind the end of those before it.
     ///
     /// # Safety
-    /// The first thing in every kernel: what comes after a kernel relies on all before it being done.
+    /// Every kernel has this or [`start_product`](views): what comes after a kernel relies on all before it being
+    /// done. Above it in the text stand only loads of what no kernel of a step writes: weights, and the arrays that
+    /// describe a step.
     pub unsafe fn start() -> Token {
+        let signalled: Token = gdc_launch_dependents_tko(None);
+        let ready: Token = gdc_wait_tko(Some(signalled));
+        ready
+    }
+
+    /// The same in a kernel whose blocks fill the device: the next kernel's would take the places of those of this
+    /// one, so they may come only when all of this one have begun.
+    ///
+    /// # Safety
+    /// As for [`start`](views).
+    pub unsafe fn start_product() -> Token {
         let ready: Token = gdc_wait_tko(None);
         let signalled: Token = gdc_launch_dependents_tko(Some(ready));
         signalled
