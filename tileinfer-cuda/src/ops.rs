@@ -278,11 +278,11 @@ pub fn linear_plan(shape: &LinearShape) -> LinearPlan {
         // One tile for all: plain multiplies and adds, whose order is the compiler's choice a tile.
         (Type::F32, false) => few_plan(shape, [64, 32, 16, 3], 32, (4, 2)),
         (Type::Bf16, false) => match rows {
+            ..=8 if alone => {
+                let first = if columns < 4096 { 512 } else { 1024 };
+                few_plan(shape, [64, 128, 8, 3], first, (4, 1))
+            }
             ..=8 => match blocks {
-                ..=MULTIPROCESSORS if columns >= 4096 => {
-                    few_plan(shape, [64, 128, 8, 3], 1024, (4, 1))
-                }
-                ..=MULTIPROCESSORS => few_plan(shape, [64, 128, 8, 3], 512, (4, 1)),
                 ..=264 => few_plan(shape, [64, 128, 8, 3], 128, (4, 3)),
                 397..=528 => few_plan(shape, [64, 128, 8, 3], 512, (4, 2)),
                 _ => few_plan(shape, [64, 128, 8, 2], 256, (4, 3)),

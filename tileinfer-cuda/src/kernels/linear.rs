@@ -55,7 +55,7 @@ pub mod linear {
         let splits: i32 = grid.2;
 
         // No kernel writes weights: the first of them are fetched before the wait for the kernels that write `x`.
-        // (In the order of the text: the loads below `start_product` wait for it, whatever their tokens say.)
+        // (In the order of the text: the loads below `start` wait for it, whatever their tokens say.)
         let w_view: Tensor<E, { [-1, -1, -1] }> =
             page_pool(w, HALVES, width, k, new_token_unordered());
         let w_first: Partition<E, { [HALVES, WIDTH, FIRST] }> =
@@ -64,7 +64,7 @@ pub mod linear {
             w_first.load([0i32, pid.1, pid.2 * (k_split / FIRST)]);
         let a: Tile<E, { [BN, FIRST] }> = a.reshape(shape![BN, FIRST]);
 
-        let free: Token = start_product();
+        let free: Token = start();
         let x_view: Tensor<E, { [-1, -1] }> = matrix(x, t, k, k, free);
         let x_first: Partition<E, { [BT, FIRST] }> = x_view.partition(shape![BT, FIRST]);
         let b: Tile<E, { [BT, FIRST] }> = x_first.load([pid.0, pid.2 * (k_split / FIRST)]);
@@ -204,7 +204,7 @@ pub mod linear {
         eps: f32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
-        let free: Token = start_product();
+        let free: Token = start();
         // No kernel writes weights: their first loads need not wait.
         let w_view: Tensor<E, { [-1, -1, -1] }> =
             page_pool(w, HALVES, width, k, new_token_unordered());

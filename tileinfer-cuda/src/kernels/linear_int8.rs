@@ -22,7 +22,7 @@ pub mod linear_int8 {
         width: i32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
-        let free: Token = start();
+        let free: Token = start_early();
         let x_view: Tensor<E, { [-1, -1] }> = matrix(x, rows, width, width, free);
         let x_part: Partition<E, { [1, W] }> = x_view.partition(shape![1, W]);
         let x: Tile<E, { [1, W] }> = x_part.load([pid.0, 0i32]);
@@ -78,7 +78,7 @@ pub mod linear_int8 {
             w_first.load([0i32, pid.1, pid.2 * (k_split / FIRST)]);
         let a: Tile<i8, { [BN, FIRST] }> = a.reshape(shape![BN, FIRST]);
 
-        let free: Token = start_product();
+        let free: Token = start();
         let x_view: Tensor<i8, { [-1, -1, -1] }> = page_pool(x, 2i32, t, depth, free);
         let x_first: Partition<i8, { [2, BT, FIRST] }> = x_view.partition(shape![2, BT, FIRST]);
         let b: Tile<i8, { [2, BT, FIRST] }> =
@@ -236,7 +236,7 @@ pub mod linear_int8 {
         eps: f32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
-        let free: Token = start_product();
+        let free: Token = start();
         let w_view: Tensor<i8, { [-1, -1, -1] }> =
             page_pool(w, HALVES, width, depth, new_token_unordered());
         let x_view: Tensor<i8, { [-1, -1, -1] }> = page_pool(x, 2i32, t, depth, free);

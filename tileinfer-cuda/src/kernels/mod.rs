@@ -119,8 +119,12 @@ kernels! {
     SURVEY = draw::survey(; maxima broken state logits table masks);
     SEARCH = draw::search(; state partials tickets logits maxima table);
     TIES = draw::ties(; counts state logits table);
-    SCORE = draw::score(; best place state counts logits maxima table);
-    CHOOSE = draw::choose(; best place maxima broken table);
+    SCORE = draw::score(; best ranks place weights state counts logits maxima table);
+    SPREAD = draw::spread(; drafted table);
+    TOTAL = draw::total(; sums weights drafted totals table);
+    REDRAW = draw::redraw(; best ranks place weights drafted totals rests logits table);
+    LIST = draw::list(; listed weights totals logits table);
+    CHOOSE = draw::choose(; best ranks place maxima broken weights totals table);
 }
 
 /// Everything the compiled code depends on that is not in a [`Variant`]: the text of the kernels.
