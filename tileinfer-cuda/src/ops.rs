@@ -138,6 +138,12 @@ impl LinearShape {
         self.then = then;
         self
     }
+
+    /// Whether rows of the weight and of the output begin at multiples of 16 bytes.
+    pub fn aligned(&self) -> bool {
+        let together = if self.int8 { 16 } else { 8 };
+        (self.n / self.then.halves()).is_multiple_of(8) && self.k.is_multiple_of(together)
+    }
 }
 
 /// The rows of a matrix on the device; where they are int8, with a scale each.
@@ -220,12 +226,10 @@ fn linear_plan_of(
         (false, true) => sizes.push(i32::from(splits > 1)),
         (false, false) => {}
     }
-    let together = if shape.int8 { 16 } else { 8 };
-    let aligned = width.is_multiple_of(8) && shape.k.is_multiple_of(together);
     LinearPlan {
         variant: Variant::new(kernel, &[kind, out], &sizes)
             .hints(hints.0, hints.1)
-            .aligned(aligned),
+            .aligned(shape.aligned()),
         grid: [
             rows.div_ceil(tile[2] as usize),
             width.div_ceil(then[2] as usize),
@@ -244,6 +248,20 @@ pub fn linear_plan(shape: &LinearShape) -> LinearPlan {
     // what its memory has room for beside the tiles on their way is fetched before the wait.
     let alone = blocks <= MULTIPROCESSORS;
     match (shape.kind, shape.int8) {
+        // Odd sizes, a vocabulary of 32001 for example, are right and not tuned: a pack has few kernels for them.
+        (_, true) if !shape.aligned() => match rows {
+            ..=8 => few_plan(shape, [64, 256, 8, 4], 256, (4, 3)),
+            9..=16 => few_plan(shape, [64, 256, 16, 2], 512, (4, 3)),
+            17..=64 => few_plan(shape, [64, 128, 64, 4], 256, (4, 1)),
+            _ => many_plan(shape, [256, 128, 64, 3], (8, 1)),
+        },
+        (Type::Bf16, false) if !shape.aligned() => match rows {
+            ..=8 => few_plan(shape, [64, 128, 8, 3], 128, (4, 3)),
+            9..=16 => few_plan(shape, [64, 128, 16, 3], 128, (4, 3)),
+            17..=64 => few_plan(shape, [64, 128, 64, 4], 256, (4, 1)),
+            65..=128 => few_plan(shape, [64, 128, 128, 3], 128, (4, 1)),
+            _ => many_plan(shape, [256, 64, 64, 3], (8, 1)),
+        },
         // A row is two rows of bytes.
         (_, true) => match rows {
             ..=8 if alone => {
