@@ -94,8 +94,11 @@ pub(crate) fn pack(info: &DeviceInfo) -> Result<(PathBuf, usize)> {
     })
 }
 
-/// Packs lie beside the program, or where a build in the source tree puts them: `target/kernels` beside
-/// `target/release`.
+/// The packs that the build took into the program: see `build.rs`.
+const BUILT_IN: &[&[u8]] = include!(concat!(env!("OUT_DIR"), "/packs.rs"));
+
+/// Packs lie beside the program, or where a build in the source tree puts them, `target/kernels` beside
+/// `target/release`, or are part of the program.
 fn kernels() -> KernelOptions {
     let program = std::env::current_exe().ok();
     let folder = program.as_deref().and_then(|program| program.parent());
@@ -104,6 +107,7 @@ fn kernels() -> KernelOptions {
     });
     KernelOptions {
         pack_folders,
+        built_in: BUILT_IN,
         ..KernelOptions::default()
     }
 }

@@ -11,7 +11,7 @@ use tileinfer::backend::{
     RopeTable, StepLayout,
 };
 use tileinfer::kv::{KvElement, KvLayout};
-use tileinfer::sampling::{RowSampler, Sampled};
+use tileinfer::sampling::{Distribution, Draw, RowSampler, Sampled};
 use tileinfer::weights::{Weight, WeightData};
 use tileinfer::{Error, Result};
 
@@ -171,6 +171,8 @@ pub struct CudaStep {
     read: Pinned,
     /// What the sampling kernels need besides logits, when rows ask for more than the largest one.
     sampling: Option<Sampling>,
+    /// What drafts were drawn from, when they are drawn with noise.
+    lists: Option<Memory>,
     sampled: Samples,
     done: Event,
 }
@@ -197,10 +199,13 @@ struct Staged {
 /// What a step sampled.
 #[derive(Debug, Default)]
 struct Samples {
-    /// The vocabulary of each row. Its token is in `read` once `done` has passed.
-    limits: Vec<usize>,
+    /// The vocabulary of each row, and whether it draws a draft. Its token is in `read` once `done` has passed.
+    rows: Vec<(usize, bool)>,
     /// Rows that the host has sampled, and their places among all.
     host: Vec<(usize, Sampled)>,
+    /// Places of the drafts whose distributions are in the step's lists, and the width of their logits.
+    lists: Vec<usize>,
+    width: usize,
 }
 
 /// Where each array of a step begins, in words.
@@ -418,6 +423,22 @@ impl CudaBackend {
         self.device().queue_upload(to, &sampling.staged, 0, bytes)?;
         sampling.copied.record()?;
         Ok(to)
+    }
+
+    /// Memory for the lists that a plan asks for.
+    fn room_for_lists(
+        &self,
+        lists: &mut Option<Memory>,
+        plan: &SamplePlan,
+        width: usize,
+    ) -> Result<Address> {
+        let count = plan.lists().len();
+        let bytes = sampling::list_bytes(count, width);
+        if count > 0 && lists.as_ref().is_none_or(|memory| memory.bytes() < bytes) {
+            *lists = None;
+            *lists = Some(self.device().alloc("what drafts are drawn from", bytes)?);
+        }
+        Ok(lists.as_ref().map_or(0, Memory::address))
     }
 
     /// Makes the groups of a step for such heads and queues them to the device.
@@ -952,6 +973,7 @@ impl Backend for CudaBackend {
             tokens: device.alloc("a step's tokens", rows * 4)?,
             read: device.alloc_pinned(rows * 4)?,
             sampling: None,
+            lists: None,
             sampled: Samples::default(),
             done: device.event()?,
         })
@@ -1368,20 +1390,28 @@ impl Backend for CudaBackend {
                 .as_ref()
                 .is_some_and(|s| is_plain_argmax(s, logits.width))
         };
-        let limits = rows.iter().flatten();
-        let limits: Vec<usize> = limits.map(|s| s.vocabulary.min(logits.width)).collect();
+        let width = logits.width;
+        let mut samples = Samples {
+            width,
+            ..Samples::default()
+        };
+        let samplers = rows.iter().flatten();
+        let sampled = samplers.map(|s| (s.vocabulary.min(width), s.draw == Draw::Draft));
+        samples.rows.extend(sampled);
         let tokens = step.tokens.address();
-        let mut host = Vec::new();
         if rows.iter().all(plain) {
             let shape = [rows.len(), logits.width];
             self.ops.argmax(tokens, logits.at(), shape)?;
         } else {
-            let plan = SamplePlan::new(rows, logits.width);
+            let plan = SamplePlan::new(rows, width);
             if plan.rows() > 0 {
                 let words = self.stage(&mut step.sampling, &plan)?;
-                let shape = [logits.rows, logits.width];
-                self.ops.sample(tokens, logits.at(), shape, &plan, words)?;
+                let lists = self.room_for_lists(&mut step.lists, &plan, width)?;
+                let shape = [logits.rows, width];
+                let to = [tokens, lists];
+                self.ops.sample(to, logits.at(), shape, &plan, words)?;
             }
+            samples.lists = plan.lists().to_vec();
             for &(row, place) in plan.host() {
                 let mut bytes = vec![0; logits.width * logits.kind.bytes()];
                 let from = logits.column(row * logits.width);
@@ -1392,30 +1422,43 @@ impl Backend for CudaBackend {
                 let sampled = sampler.sample(&decoded(logits.kind, &bytes))?;
                 let to = tokens + (place * 4) as Address;
                 self.device().upload(to, &sampled.token.to_le_bytes())?;
-                host.push((place, sampled));
+                samples.host.push((place, sampled));
             }
         }
         self.device()
-            .queue_download(&step.read, 0, tokens, limits.len() * 4)?;
+            .queue_download(&step.read, 0, tokens, samples.rows.len() * 4)?;
         step.done.record()?;
-        step.sampled = Samples { limits, host };
+        step.sampled = samples;
         Ok(())
     }
 
     fn read_samples(&self, step: &CudaStep) -> Result<Vec<Sampled>> {
-        let Samples { limits, host } = &step.sampled;
+        let samples = &step.sampled;
         step.done.wait()?;
-        let mut host = host.iter().peekable();
-        let read = step.read.read_words().iter().zip(limits).enumerate();
-        let sampled = read.map(|(place, (&code, &limit))| {
+        let mut host = samples.host.iter().peekable();
+        let mut listed = Vec::new();
+        if let Some(lists) = step.lists.as_ref().filter(|_| !samples.lists.is_empty()) {
+            let count = samples.lists.len();
+            listed = self.ops.read_lists(lists.address(), count, samples.width)?;
+        }
+        let mut listed = samples.lists.iter().zip(listed).peekable();
+        let read = step.read.read_words().iter().zip(&samples.rows).enumerate();
+        let sampled = read.map(|(place, (&code, &(limit, draft)))| {
             if let Some((_, sampled)) = host.next_if(|sampled| sampled.0 == place) {
                 return Ok(sampled.clone());
             }
+            let from = listed.next_if(|&(&listed, _)| listed == place);
+            let token = sampling::token(code, limit)?;
+            // The largest logit is drawn from itself alone.
+            let from = match from {
+                None if draft => Some(Distribution::one_hot(token)),
+                from => from.map(|(_, distribution)| distribution),
+            };
             Ok(Sampled {
-                token: sampling::token(code, limit)?,
+                token,
                 logprob: None,
                 top: Vec::new(),
-                drawn_from: None,
+                drawn_from: from.map(Arc::new),
             })
         });
         sampled.collect()

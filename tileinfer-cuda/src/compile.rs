@@ -5,10 +5,12 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use cutile::compile_api::KernelCompiler;
+use cutile::compile_api::{CompileArtifacts, KernelCompiler};
 use cutile::tile_kernel::CompileOptions;
+use cutile_compiler::cuda_tile_runtime_utils::serialize_tile_ir_bytecode_for_version;
 use cutile_compiler::specialization::DivHint;
 use cutile_ir::bytecode::BytecodeVersion;
+use cutile_ir::ir::{Attribute, Module};
 use tileinfer::{Error, Result};
 
 use crate::kernels::Variant;
@@ -16,53 +18,96 @@ use crate::kernels::Variant;
 /// Stack of the compiling thread: the kernel compiler recurses deeply.
 const STACK: usize = 64 << 20;
 
+/// The first one that has every hint we give.
+const VERSION: BytecodeVersion = BytecodeVersion::V13_5;
+
 /// The Tile IR bytecode of `variant` for an architecture such as `sm_90`.
 ///
 /// # Errors
 /// [`Error::Bug`] if the kernel compiler refuses the kernel.
 pub fn bytecode(variant: &Variant, arch: &str) -> Result<Vec<u8>> {
-    let (variant, arch) = (*variant, arch.to_owned());
-    let name = variant.to_string();
-    let thread = std::thread::Builder::new().stack_size(STACK);
-    let work = move || -> Result<Vec<u8>, String> {
-        let options = CompileOptions::default()
-            .num_worker_warps_per_cta(variant.warps)
-            .occupancy(variant.occupancy);
-        let sixteen = |name: &&'static str| (*name, DivHint::from_value(16));
-        // An aligned size is a multiple of 8: of 16 bytes in bfloat16. Pointers count in bytes.
-        let eight = |name: &&'static str| {
-            (
-                *name,
-                DivHint::from_value(if is_size(name) { 8 } else { 16 }),
-            )
+    let mut all = bytecodes(variant, &[arch])?;
+    Ok(all.pop().expect("one for each architecture"))
+}
+
+/// The same for several architectures. To them the kernel compiler says the same but for their name, and nearly
+/// all of its time goes into what it says, so it runs once.
+///
+/// # Errors
+/// As [`bytecode`].
+pub fn bytecodes(variant: &Variant, archs: &[&str]) -> Result<Vec<Vec<u8>>> {
+    let work = || -> Result<Vec<Vec<u8>>, String> {
+        let Some(&first) = archs.first() else {
+            return Ok(Vec::new());
         };
-        let mut hints: Vec<_> = variant.kernel.bases.iter().map(sixteen).collect();
-        if variant.aligned {
-            hints.extend(variant.kernel.aligned.iter().map(eight));
-        }
-        KernelCompiler::new(
-            variant.kernel.source,
-            variant.kernel.module,
-            variant.kernel.name,
-        )
-        .generics(variant.generics())
-        .scalar_hints(&hints)
-        .options(options)
-        .target(&arch)
-        .bytecode_version(BytecodeVersion::V13_5)
-        .compile()
-        .and_then(|artifacts| artifacts.bytecode())
-        .map_err(|error| error.to_string())
+        let mut module = compile(variant, first)?;
+        let bytecode = |arch: &&str| {
+            rename(&mut module, arch);
+            serialize_tile_ir_bytecode_for_version(&module, VERSION)
+                .map(|(bytecode, _)| bytecode)
+                .map_err(|error| error.to_string())
+        };
+        archs.iter().map(bytecode).collect()
     };
-    let compiled = thread
-        .spawn(work)
-        .map_err(|source| Error::io("the kernel compiler's thread", source))?
-        .join();
+    let thread = std::thread::Builder::new().stack_size(STACK);
+    let compiled = std::thread::scope(|scope| Ok(thread.spawn_scoped(scope, work)?.join()))
+        .map_err(|source| Error::io("the kernel compiler's thread", source))?;
     match compiled {
-        Ok(result) => result.map_err(|reason| Error::Bug(format!("kernel {name}: {reason}"))),
+        Ok(result) => result.map_err(|reason| Error::Bug(format!("kernel {variant}: {reason}"))),
         Err(_) => Err(Error::Bug(format!(
-            "kernel {name}: the kernel compiler panicked"
+            "kernel {variant}: the kernel compiler panicked"
         ))),
+    }
+}
+
+/// What the kernel compiler makes of a variant.
+fn compile(variant: &Variant, arch: &str) -> Result<Module, String> {
+    let options = CompileOptions::default()
+        .num_worker_warps_per_cta(variant.warps)
+        .occupancy(variant.occupancy);
+    let sixteen = |name: &&'static str| (*name, DivHint::from_value(16));
+    // An aligned size is a multiple of 8: of 16 bytes in bfloat16. Pointers count in bytes.
+    let eight = |name: &&'static str| {
+        (
+            *name,
+            DivHint::from_value(if is_size(name) { 8 } else { 16 }),
+        )
+    };
+    let mut hints: Vec<_> = variant.kernel.bases.iter().map(sixteen).collect();
+    if variant.aligned {
+        hints.extend(variant.kernel.aligned.iter().map(eight));
+    }
+    KernelCompiler::new(
+        variant.kernel.source,
+        variant.kernel.module,
+        variant.kernel.name,
+    )
+    .generics(variant.generics())
+    .scalar_hints(&hints)
+    .options(options)
+    .target(arch)
+    .bytecode_version(VERSION)
+    .compile()
+    .map(CompileArtifacts::into_module)
+    .map_err(|error| error.to_string())
+}
+
+/// Makes a module that names one architecture, in the hints of its operations, name another one.
+fn rename(module: &mut Module, arch: &str) {
+    let mut operations = module.functions.clone();
+    while let Some(id) = operations.pop() {
+        for (_, attribute) in &mut module.op_mut(id).attributes {
+            if let Attribute::OptimizationHints(hints) = attribute {
+                for (name, _) in &mut hints.entries {
+                    arch.clone_into(name);
+                }
+            }
+        }
+        for &region in &module.op(id).regions {
+            for &block in &module.region(region).blocks {
+                operations.extend(&module.block(block).ops);
+            }
+        }
     }
 }
 
@@ -118,5 +163,31 @@ impl Assembler {
             )));
         }
         cubin.map_err(|source| Error::io(&output, source))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::{self, Type};
+    use crate::ops::{LinearShape, linear_plan};
+
+    /// What the compiler says to several architectures at once is what it says to each alone.
+    #[test]
+    fn bytecode_for_several_architectures_is_that_for_each() {
+        let shape = LinearShape::new([Type::Bf16; 2], [1, 6144, 4096]);
+        let add = Variant::new(&kernels::ADD, &[Type::F32; 2], &[1024]);
+        for variant in [linear_plan(&shape).variant, add] {
+            let archs = ["sm_90", "sm_120", "sm_80"];
+            let together = bytecodes(&variant, &archs).unwrap();
+            assert_eq!(together.len(), archs.len());
+            for (bytecode_of_all, arch) in together.iter().zip(archs) {
+                assert!(
+                    *bytecode_of_all == bytecode(&variant, arch).unwrap(),
+                    "{variant} {arch}"
+                );
+            }
+            assert_ne!(together[0], together[1]);
+        }
     }
 }

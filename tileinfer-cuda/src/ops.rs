@@ -25,6 +25,9 @@ const MOST_SPLIT_TILES: usize = 192;
 /// Room for the partial sums of `linear_few`: that many tiles of 64 x 128 (see [`splits`]).
 const PARTIAL_BYTES: usize = MOST_SPLIT_TILES * 64 * 128 * 4;
 
+/// Multiprocessors of the device that tiles were chosen on.
+const MULTIPROCESSORS: usize = 132;
+
 /// Blocks that keep the device busy while attention waits for pages.
 const ATTENTION_BLOCKS: usize = 528;
 
@@ -135,6 +138,12 @@ impl LinearShape {
         self.then = then;
         self
     }
+
+    /// Whether rows of the weight and of the output begin at multiples of 16 bytes.
+    pub fn aligned(&self) -> bool {
+        let together = if self.int8 { 16 } else { 8 };
+        (self.n / self.then.halves()).is_multiple_of(8) && self.k.is_multiple_of(together)
+    }
 }
 
 /// The rows of a matrix on the device; where they are int8, with a scale each.
@@ -168,17 +177,25 @@ pub fn splits(kind: Type, n: usize, k: usize) -> (usize, usize) {
 }
 
 /// A plan by which few rows stream the weight: `tile` is weight rows, columns and tokens a block and how far
-/// ahead they are loaded, `hints` warps a block and blocks a multiprocessor.
-pub fn few_plan(shape: &LinearShape, tile: [i32; 4], hints: (i32, i32)) -> LinearPlan {
+/// ahead they are loaded, `first` how many columns are fetched before the kernel waits for its activations, `hints`
+/// warps a block and blocks a multiprocessor.
+pub fn few_plan(shape: &LinearShape, tile: [i32; 4], first: i32, hints: (i32, i32)) -> LinearPlan {
     let kernel = if shape.int8 {
         &kernels::FEW_INT8
     } else {
         &kernels::LINEAR_FEW
     };
-    linear_plan_of(kernel, shape, tile, hints)
+    let mut plan = linear_plan_of(kernel, shape, tile, hints);
+    // Every split begins with a whole tile of them.
+    let most = match plan.grid[2] {
+        1 => first,
+        _ => first.min(1 << plan.split_columns.trailing_zeros()),
+    };
+    plan.variant = plan.variant.and_size(most.max(tile[1]));
+    plan
 }
 
-/// A plan by which many rows fill the tensor cores; arguments as for [`few_plan`].
+/// A plan by which many rows fill the tensor cores; `tile` and `hints` as for [`few_plan`].
 pub fn many_plan(shape: &LinearShape, tile: [i32; 4], hints: (i32, i32)) -> LinearPlan {
     let kernel = if shape.int8 {
         &kernels::MANY_INT8
@@ -209,12 +226,10 @@ fn linear_plan_of(
         (false, true) => sizes.push(i32::from(splits > 1)),
         (false, false) => {}
     }
-    let together = if shape.int8 { 16 } else { 8 };
-    let aligned = width.is_multiple_of(8) && shape.k.is_multiple_of(together);
     LinearPlan {
         variant: Variant::new(kernel, &[kind, out], &sizes)
             .hints(hints.0, hints.1)
-            .aligned(aligned),
+            .aligned(shape.aligned()),
         grid: [
             rows.div_ceil(tile[2] as usize),
             width.div_ceil(then[2] as usize),
@@ -224,34 +239,60 @@ fn linear_plan_of(
     }
 }
 
-/// The plan for `rows` rows of a weight. Tiles from `gpu-check --sweep` on an H200 and from whole steps of a model
-/// of 8 billion (see the log).
+/// The plan for `rows` rows of a weight. Tiles from whole steps of models of 0.6 to 14 billion on an H200 (see the log).
 pub fn linear_plan(shape: &LinearShape) -> LinearPlan {
     let rows = shape.rows;
-    // Where few multiprocessors have a second block, leave room for one of the next layer; else for three, for four
-    // where that takes all blocks at once.
-    let (splits, _) = splits(shape.kind, shape.n, shape.k);
+    let (splits, columns) = splits(shape.kind, shape.n, shape.k);
     let blocks = shape.n.div_ceil(64) * splits;
-    let together = if blocks >= 128 { 3 } else { 2 };
+    // A block a multiprocessor where that takes all of them at once, so that no one has two while another has none;
+    // what its memory has room for beside the tiles on their way is fetched before the wait.
+    let alone = blocks <= MULTIPROCESSORS;
     match (shape.kind, shape.int8) {
+        // Odd sizes, a vocabulary of 32001 for example, are right and not tuned: a pack has few kernels for them.
+        (_, true) if !shape.aligned() => match rows {
+            ..=8 => few_plan(shape, [64, 256, 8, 4], 256, (4, 3)),
+            9..=16 => few_plan(shape, [64, 256, 16, 2], 512, (4, 3)),
+            17..=64 => few_plan(shape, [64, 128, 64, 4], 256, (4, 1)),
+            _ => many_plan(shape, [256, 128, 64, 3], (8, 1)),
+        },
+        (Type::Bf16, false) if !shape.aligned() => match rows {
+            ..=8 => few_plan(shape, [64, 128, 8, 3], 128, (4, 3)),
+            9..=16 => few_plan(shape, [64, 128, 16, 3], 128, (4, 3)),
+            17..=64 => few_plan(shape, [64, 128, 64, 4], 256, (4, 1)),
+            65..=128 => few_plan(shape, [64, 128, 128, 3], 128, (4, 1)),
+            _ => many_plan(shape, [256, 64, 64, 3], (8, 1)),
+        },
         // A row is two rows of bytes.
         (_, true) => match rows {
-            ..=8 => few_plan(shape, [64, 256, 8, 4], (4, 3)),
-            9..=16 => few_plan(shape, [64, 256, 16, 4], (4, 3)),
-            17..=32 => few_plan(shape, [64, 256, 32, 3], (4, 2)),
-            33..=64 => few_plan(shape, [64, 128, 64, 3], (4, 2)),
+            ..=8 if alone => {
+                let first = if columns <= 2048 { 1024 } else { 512 };
+                few_plan(shape, [64, 256, 8, 3], first, (4, 1))
+            }
+            ..=8 => few_plan(shape, [64, 256, 8, 4], 256, (4, 3)),
+            9..=16 if alone => few_plan(shape, [64, 256, 16, 3], 1024, (4, 1)),
+            9..=16 => few_plan(shape, [64, 256, 16, 2], 512, (4, 3)),
+            17..=32 => few_plan(shape, [64, 256, 32, 3], 256, (4, 2)),
+            33..=64 => few_plan(shape, [64, 128, 64, 4], 256, (4, 1)),
             _ => many_plan(shape, [256, 128, 64, 3], (8, 1)),
         },
         // One tile for all: plain multiplies and adds, whose order is the compiler's choice a tile.
-        (Type::F32, false) => few_plan(shape, [64, 32, 16, 3], (4, 2)),
+        (Type::F32, false) => few_plan(shape, [64, 32, 16, 3], 32, (4, 2)),
         (Type::Bf16, false) => match rows {
-            // H200, Llama-3.1-8B (448 blocks of gate and up): 4.55 ms a step with three, 4.32 with four.
-            ..=8 if (397..=528).contains(&blocks) => few_plan(shape, [64, 128, 8, 3], (4, 4)),
-            ..=8 => few_plan(shape, [64, 128, 8, 3], (4, together)),
-            9..=16 => few_plan(shape, [64, 128, 16, 3], (4, together)),
-            17..=32 => few_plan(shape, [64, 128, 32, 3], (4, 2)),
-            33..=64 => few_plan(shape, [64, 128, 64, 4], (4, 1)),
-            65..=128 => few_plan(shape, [64, 128, 128, 3], (4, 1)),
+            ..=8 if alone => {
+                let first = if columns < 4096 { 512 } else { 1024 };
+                few_plan(shape, [64, 128, 8, 3], first, (4, 1))
+            }
+            ..=8 => match blocks {
+                ..=264 => few_plan(shape, [64, 128, 8, 3], 128, (4, 3)),
+                397..=528 => few_plan(shape, [64, 128, 8, 3], 512, (4, 2)),
+                _ => few_plan(shape, [64, 128, 8, 2], 256, (4, 3)),
+            },
+            9..=16 if alone => few_plan(shape, [64, 128, 16, 3], 512, (4, 1)),
+            9..=16 => few_plan(shape, [64, 128, 16, 3], 128, (4, 3)),
+            17..=32 if alone => few_plan(shape, [64, 128, 32, 3], 256, (4, 1)),
+            17..=32 => few_plan(shape, [64, 128, 32, 3], 128, (4, 2)),
+            33..=64 => few_plan(shape, [64, 128, 64, 4], 256, (4, 1)),
+            65..=128 => few_plan(shape, [64, 128, 128, 3], 128, (4, 1)),
             // Too few large tiles leave multiprocessors idle, rows that do not fill a tile cost as if they did.
             129..=192 if splits == 1 => many_plan(shape, [128, 64, 64, 4], (4, 2)),
             193..=256 if splits == 1 => many_plan(shape, [128, 64, 128, 4], (8, 1)),
@@ -1045,10 +1086,14 @@ pub fn catalog() -> Vec<Variant> {
                 (kind, Then::Xielu([0.0; 4])),
             ] {
                 for rows in [1, 16, 32, 64, 128, 150, 200, 300, 4096] {
-                    // Cut into splits, and not.
+                    // Cut into splits, of many columns and of few, and not; few blocks and many.
                     for [n, k] in [
                         [4096, 4096],
-                        [4096, 256],
+                        [4096, 12288],
+                        [1024, 2048],
+                        [4096, 1024],
+                        [6144, 4096],
+                        [4608, 3584],
                         [24576, 4096],
                         [28672, 4096],
                         [151_936, 4096],
@@ -1182,7 +1227,7 @@ pub fn sweep_shapes() -> Vec<LinearShape> {
 
 /// Plans that `gpu-check --sweep` tries at a shape.
 pub fn sweep_plans(shape: &LinearShape) -> Vec<LinearPlan> {
-    let few = |tile, hints| few_plan(shape, tile, hints);
+    let few = |tile: [i32; 4], hints| few_plan(shape, tile, tile[1], hints);
     let many = |tile, hints| many_plan(shape, tile, hints);
     match (shape.int8, shape.rows) {
         (false, ..=16) => vec![

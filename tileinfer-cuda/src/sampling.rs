@@ -1,11 +1,11 @@
 //! Which rows of a step are sampled on the device, and the numbers that the kernels of `kernels/draw.rs` need
 //! for them. What it decides with is the row's sampler alone, so a step is planned without waiting for the
-//! one before it. Log probabilities and draws that bring or need a whole distribution stay on the host.
+//! one before it. Log probabilities stay on the host.
 
 use std::collections::HashSet;
 
 use tileinfer::sampling::rng::Row;
-use tileinfer::sampling::{Draw, RowSampler, Stream, broken_logit, no_token_allowed};
+use tileinfer::sampling::{Distribution, Draw, RowSampler, Stream, broken_logit, no_token_allowed};
 use tileinfer::{Error, Result};
 
 use crate::driver::Address;
@@ -16,13 +16,26 @@ use crate::ops::Ops;
 pub const PART: usize = 4096;
 
 /// Words of a row of the table.
-pub const WORDS: usize = 16;
+pub const WORDS: usize = 24;
 
 /// Words of a row of the state.
 pub const STATE: usize = 8;
 
 /// Most rows that the kernels take at once: each has a ticket.
 pub const MOST_ROWS: usize = 128;
+
+/// Most rows at once where some of them keep a number or two for each token of the vocabulary.
+const MOST_KEEPING: usize = 32;
+
+/// Words of a list for each token.
+const LISTED: usize = 3;
+
+/// Most bytes of distributions that a step lists, or that it brings along.
+const MOST_BYTES: usize = 128 << 20;
+
+/// Values of [`Word::Draw`].
+const DRAFT: i32 = 1;
+const VERIFY: i32 = 2;
 
 /// What the words of a row of the table are. Floats are given by their bits; a filter that is off has a 0.
 #[derive(Debug, Clone, Copy)]
@@ -49,6 +62,17 @@ enum Word {
     Frequency,
     /// Where its token goes.
     Token,
+    /// [`DRAFT`]: a draft, and a list of what it is drawn from; [`VERIFY`]: what comes where a draft stands; 0: a token.
+    /// Where the largest logit is wanted it is the same for all three.
+    Draw,
+    /// The draft that stands there, and the probability that it has to exceed.
+    Draft,
+    Least,
+    /// What it was drawn from: the first pair and their number.
+    Pairs,
+    PairCount,
+    /// The number of the draft's list.
+    List,
 }
 
 /// A step's rows as the kernels take them.
@@ -62,6 +86,10 @@ pub struct SamplePlan {
     penalties: Vec<i32>,
     /// The masks, one after the other.
     masks: Vec<i32>,
+    /// What drafts were drawn from: token, probability.
+    pairs: Vec<i32>,
+    /// Places of the tokens whose distributions the device lists.
+    lists: Vec<usize>,
     /// Rows of the step that the host samples: row of the logits, place of the token.
     host: Vec<(usize, usize)>,
 }
@@ -73,13 +101,23 @@ impl SamplePlan {
         let samplers = rows.iter().enumerate();
         let samplers = samplers.filter_map(|(row, sampler)| Some((row, sampler.as_ref()?)));
         for (place, (row, sampler)) in samplers.enumerate() {
-            if is_for_device(sampler, width) {
+            if is_for_device(sampler, width) && plan.has_room(&sampler.draw, width) {
                 plan.push(sampler, [row, place], width);
             } else {
                 plan.host.push((row, place));
             }
         }
         plan
+    }
+
+    /// Whether the distribution that a draw brings or needs is not too much.
+    fn has_room(&self, draw: &Draw, width: usize) -> bool {
+        let bytes = match draw {
+            Draw::Token => 0,
+            Draw::Draft => list_bytes(self.lists.len() + 1, width),
+            Draw::Verify { from, .. } => (self.pairs.len() + 2 * from.ids.len()) * 4,
+        };
+        bytes <= MOST_BYTES
     }
 
     /// Rows for the device.
@@ -92,6 +130,11 @@ impl SamplePlan {
         &self.host
     }
 
+    /// Places of the tokens whose distributions the device lists, in the order of the lists.
+    pub fn lists(&self) -> &[usize] {
+        &self.lists
+    }
+
     /// Whether logits change before a token is drawn from them.
     fn adjusts(&self) -> bool {
         !(self.biases.is_empty() && self.penalties.is_empty() && self.masks.is_empty())
@@ -101,11 +144,23 @@ impl SamplePlan {
         self.table.chunks(WORDS).any(|row| row[word as usize] != 0)
     }
 
+    fn draws(&self, draw: i32) -> bool {
+        let mut rows = self.table.chunks(WORDS);
+        rows.any(|row| row[Word::Draw as usize] == draw)
+    }
+
+    fn most_pairs(&self) -> usize {
+        let rows = self.table.chunks(WORDS);
+        let counts = rows.map(|row| row[Word::PairCount as usize] as usize);
+        counts.max().unwrap_or(0)
+    }
+
     fn push(&mut self, sampler: &RowSampler, [source, place]: [usize; 2], width: usize) {
         let params = &sampler.params;
         let row = self.rows() as i32;
         let limit = sampler.vocabulary.min(width);
-        let key = Row::new(sampler.seed, sampler.position, Stream::Target).key();
+        let stream = sampler.row().stream;
+        let key = Row::new(sampler.seed, sampler.position, stream).key();
         let mut words = [0; WORDS];
         let mut set = |word: Word, value: i32| words[word as usize] = value;
         let bits = |value: f32| value.to_bits().cast_signed();
@@ -124,6 +179,32 @@ impl SamplePlan {
             set(Word::MinP, bits(params.min_p));
             set(Word::KeyLow, key[0].cast_signed());
             set(Word::KeyHigh, key[1].cast_signed());
+            match &sampler.draw {
+                Draw::Token => {}
+                Draw::Draft => {
+                    set(Word::Draw, DRAFT);
+                    set(Word::List, self.lists.len() as i32);
+                    self.lists.push(place);
+                }
+                Draw::Verify { draft, from } => {
+                    let known = |id: u32| (id as usize) < limit;
+                    let noise = Row::new(sampler.seed, sampler.position, Stream::Accept);
+                    set(Word::Draw, VERIFY);
+                    if known(*draft) {
+                        set(Word::Draft, draft.cast_signed());
+                        set(Word::Least, bits(noise.uniform() * from.prob(*draft)));
+                    } else {
+                        set(Word::Least, bits(f32::INFINITY));
+                    }
+                    set(Word::Pairs, (self.pairs.len() / 2) as i32);
+                    let pairs = from.ids.iter().zip(&from.probs);
+                    let pairs = pairs.filter(|&(&id, _)| known(id));
+                    let before = self.pairs.len();
+                    self.pairs
+                        .extend(pairs.flat_map(|(id, &prob)| [id.cast_signed(), bits(prob)]));
+                    set(Word::PairCount, ((self.pairs.len() - before) / 2) as i32);
+                }
+            }
         }
         set(Word::Mask, -1);
         if let Some(mask) = &sampler.mask {
@@ -156,9 +237,10 @@ impl SamplePlan {
         self.table.extend(words);
     }
 
-    /// All that goes to the device: table, entries, masks.
-    fn arrays(&self) -> [&[i32]; 4] {
-        [&self.table, &self.biases, &self.penalties, &self.masks]
+    /// All that goes to the device: table, entries, masks, pairs.
+    fn arrays(&self) -> [&[i32]; 5] {
+        let [table, biases, penalties] = [&self.table, &self.biases, &self.penalties];
+        [table, biases, penalties, &self.masks, &self.pairs]
     }
 
     /// How many words go to the device.
@@ -171,8 +253,11 @@ impl SamplePlan {
     /// # Panics
     /// If `to` has not [`SamplePlan::words`] words.
     pub fn write(&self, to: &mut [i32]) {
-        let all = self.arrays().concat();
-        to[..all.len()].copy_from_slice(&all);
+        let mut at = 0;
+        for array in self.arrays() {
+            to[at..at + array.len()].copy_from_slice(array);
+            at += array.len();
+        }
     }
 }
 
@@ -182,8 +267,7 @@ fn is_for_device(sampler: &RowSampler, width: usize) -> bool {
     let params = &sampler.params;
     let limit = sampler.vocabulary.min(width);
     let mut biased = HashSet::new();
-    sampler.draw == Draw::Token
-        && sampler.top_logprobs.is_none()
+    sampler.top_logprobs.is_none()
         && limit > 0
         && (!params.has_penalties() || sampler.counts.is_some())
         && params
@@ -217,6 +301,32 @@ pub fn token(code: i32, limit: usize) -> Result<u32> {
     }
 }
 
+/// Bytes for `count` lists of distributions over `vocab` tokens: how long each is, then the lists.
+pub fn list_bytes(count: usize, vocab: usize) -> usize {
+    count * (1 + vocab * LISTED) * 4
+}
+
+/// The distribution that the kernels listed: for each token, in no order, its id, the bits of its probability and
+/// the rank of its logit.
+fn listed(words: &[i32]) -> Distribution {
+    let tokens = words.as_chunks::<LISTED>().0;
+    let mut probs = Vec::new();
+    let mut order = Vec::with_capacity(tokens.len());
+    for words in tokens {
+        let [id, prob, rank] = words.map(i32::cast_unsigned);
+        if id as usize >= probs.len() {
+            probs.resize((id as usize + 1).next_power_of_two(), 0.0);
+        }
+        probs[id as usize] = f32::from_bits(prob);
+        // Ranks have a sign. A key alone is sorted quicker than what goes with it.
+        order.push(u64::from(!rank ^ 1 << 31) << 32 | u64::from(id));
+    }
+    order.sort_unstable();
+    let ids: Vec<u32> = order.into_iter().map(|key| key as u32).collect();
+    let probs = ids.iter().map(|&id| probs[id as usize]).collect();
+    Distribution { ids, probs }
+}
+
 /// Parts of a row, and a power of two that is no less.
 fn parts(vocab: usize) -> (usize, i32) {
     let parts = vocab.div_ceil(PART);
@@ -243,6 +353,11 @@ pub fn variants(vocab: usize) -> Vec<Variant> {
         search_variant(vocab, true),
         ties_variant(),
         score_variant(vocab),
+        spread_variant(),
+        total_variant(false),
+        total_variant(true),
+        redraw_variant(),
+        list_variant(),
         choose_variant(vocab),
     ]
 }
@@ -259,16 +374,33 @@ fn score_variant(vocab: usize) -> Variant {
     Variant::new(&kernels::SCORE, &[], &[PART as i32, parts(vocab).1]).hints(8, 2)
 }
 
+fn spread_variant() -> Variant {
+    Variant::new(&kernels::SPREAD, &[], &[])
+}
+
+fn total_variant(excess: bool) -> Variant {
+    Variant::new(&kernels::TOTAL, &[], &[i32::from(excess)])
+}
+
+fn redraw_variant() -> Variant {
+    Variant::new(&kernels::REDRAW, &[], &[PART as i32]).hints(8, 2)
+}
+
+fn list_variant() -> Variant {
+    Variant::new(&kernels::LIST, &[], &[PART as i32]).hints(8, 2)
+}
+
 fn choose_variant(vocab: usize) -> Variant {
     Variant::new(&kernels::CHOOSE, &[], &[parts(vocab).1])
 }
 
 impl Ops {
     /// Draws the tokens of a plan's rows from `rows` rows of `vocab` logits, which are not changed; `words` is
-    /// where [`SamplePlan::write`]'s words are. A token goes to the place that its row names, see [`token`].
+    /// where [`SamplePlan::write`]'s words are. A token goes to the place that its row names, see [`token`]; `lists`
+    /// is where [`Ops::read_lists`] finds what drafts were drawn from, [`list_bytes`] of memory.
     pub fn sample(
         &self,
-        tokens: Address,
+        [tokens, lists]: [Address; 2],
         logits: Address,
         [rows, vocab]: [usize; 2],
         plan: &SamplePlan,
@@ -277,25 +409,50 @@ impl Ops {
         let (parts, _) = parts(vocab);
         let bytes = |words: usize| (words * 4).next_multiple_of(256);
         let copied = if plan.adjusts() { rows * vocab } else { 0 };
-        let (some, all) = (plan.rows().min(MOST_ROWS), plan.rows());
+        let [drafts, verifies] = [DRAFT, VERIFY].map(|draw| plan.draws(draw));
+        let keeps = drafts || verifies;
+        let most = if keeps { MOST_KEEPING } else { MOST_ROWS };
+        let (some, all) = (plan.rows().min(most), plan.rows());
+        let each = some * parts;
+        let kept = some * vocab;
         let sizes = [
             copied,
-            some * parts,
-            some * parts,
-            some * parts,
-            some * parts,
-            some * parts,
-            some * parts * 16,
+            each,
+            each,
+            each,
+            each,
+            each,
+            each,
+            each,
+            each,
+            each * 16,
             some * STATE,
+            if keeps { kept } else { 0 },
+            if verifies { kept } else { 0 },
         ];
         let mut at = self.scratch(sizes.iter().map(|&size| bytes(size)).sum())?;
-        let [copy, maxima, broken, best, place, counts, partials, state] = sizes.map(|size| {
+        let [
+            copy,
+            maxima,
+            broken,
+            best,
+            ranks,
+            place,
+            counts,
+            totals,
+            rests,
+            partials,
+            state,
+            weights,
+            drafted,
+        ] = sizes.map(|size| {
             let begin = at;
             at += bytes(size) as Address;
             begin
         });
-        let [table, biases, penalties, _] = plan.arrays().map(<[i32]>::len);
+        let [table, biases, penalties, masks, _] = plan.arrays().map(<[i32]>::len);
         let after = |count: usize| words + (count * 4) as Address;
+        let pairs = after(table + biases + penalties + masks);
         let masks = after(table + biases + penalties);
         let mut source = logits;
         if plan.adjusts() {
@@ -313,8 +470,12 @@ impl Ops {
                 self.launch(&adjust_variant(), [count.div_ceil(128), 1, 1], &arguments)?;
             }
         }
-        for first in (0..all).step_by(MOST_ROWS) {
-            let grid = [parts, (all - first).min(MOST_ROWS), 1];
+        let entries = lists + (plan.lists.len() * 4) as Address;
+        if drafts {
+            self.device().queue_fill(lists, 0, plan.lists.len() * 4)?;
+        }
+        for first in (0..all).step_by(most) {
+            let grid = [parts, (all - first).min(most), 1];
             let table = after(first * WORDS);
             let shape = [vocab.into(), parts.into()];
             let arguments = [maxima, broken, state, source, table, masks].map(Into::into);
@@ -336,14 +497,69 @@ impl Ops {
                 let arguments = [&arguments[..], &shape].concat();
                 self.launch(&ties_variant(), grid, &arguments)?;
             }
-            let arguments = [best, place, state, counts, source, maxima, table].map(Into::into);
-            let arguments = [&arguments[..], &shape].concat();
+            let arguments = [
+                best, ranks, place, weights, state, counts, source, maxima, table,
+            ];
+            let arguments = [&arguments.map(Into::into)[..], &shape].concat();
             self.launch(&score_variant(vocab), grid, &arguments)?;
-            let arguments = [tokens, best, place, maxima, broken, table].map(Into::into);
-            let arguments = [&arguments[..], &[parts.into()]].concat();
+            if keeps {
+                let sum = |sums: Address, excess| {
+                    let arguments = [sums, weights, drafted, totals, table].map(Into::into);
+                    let arguments = [&arguments[..], &shape].concat();
+                    self.launch(&total_variant(excess), grid, &arguments)
+                };
+                sum(totals, false)?;
+                if verifies {
+                    self.device().queue_fill(drafted, 0, kept * 4)?;
+                    let arguments = [drafted, pairs, table].map(Into::into);
+                    let arguments = [&arguments[..], &shape[..1]].concat();
+                    let stretches = plan.most_pairs().div_ceil(1024);
+                    self.launch(&spread_variant(), [stretches, grid[1], 1], &arguments)?;
+                    sum(rests, true)?;
+                    let arguments = [
+                        best, ranks, place, weights, drafted, totals, rests, source, table,
+                    ];
+                    let arguments = [&arguments.map(Into::into)[..], &shape].concat();
+                    self.launch(&redraw_variant(), grid, &arguments)?;
+                }
+                if drafts {
+                    let arguments = [lists, entries, weights, totals, source, table];
+                    let arguments = [&arguments.map(Into::into)[..], &shape].concat();
+                    self.launch(&list_variant(), grid, &arguments)?;
+                }
+            }
+            let arguments = [
+                tokens, best, ranks, place, maxima, broken, weights, totals, table,
+            ];
+            let arguments = [&arguments.map(Into::into)[..], &shape].concat();
             self.launch(&choose_variant(vocab), [grid[1], 1, 1], &arguments)?;
         }
         Ok(())
+    }
+
+    /// The distributions in `count` lists over `vocab` tokens.
+    pub fn read_lists(
+        &self,
+        lists: Address,
+        count: usize,
+        vocab: usize,
+    ) -> Result<Vec<Distribution>> {
+        let read = |word: usize, count: usize| -> Result<Vec<i32>> {
+            let mut bytes = vec![0; count * 4];
+            let from = lists + (word * 4) as Address;
+            self.device().download(from, &mut bytes)?;
+            let words = bytes.as_chunks().0.iter();
+            Ok(words.map(|&word| i32::from_le_bytes(word)).collect())
+        };
+        let lengths = read(0, count)?.into_iter().enumerate();
+        let lists = lengths.map(|(list, length)| {
+            let length = (length.max(0) as usize).min(vocab);
+            Ok(listed(&read(
+                count + list * vocab * LISTED,
+                length * LISTED,
+            )?))
+        });
+        lists.collect()
     }
 }
 
@@ -351,8 +567,8 @@ impl Ops {
 mod tests {
     use std::sync::Arc;
 
-    use tileinfer::sampling::math::{EXP_CUTOFF, SUM_LANES, exp};
-    use tileinfer::sampling::{Distribution, SamplingParams, TokenCounts, TokenMask};
+    use tileinfer::sampling::math::{EXP_CUTOFF, SUM_LANES, exp, ln};
+    use tileinfer::sampling::{SamplingParams, TokenCounts, TokenMask};
 
     use super::*;
 
@@ -374,6 +590,23 @@ mod tests {
         above: f32,
     }
 
+    /// The sum of `term` of each of a row, part by part as the kernels do it.
+    fn sum<T>(row: &[T], term: impl Fn(&T) -> f32) -> f32 {
+        let parts = row.chunks(PART).map(|part| {
+            let mut lanes = vec![0.0_f32; SUM_LANES];
+            for terms in part.chunks(SUM_LANES) {
+                let terms = terms.iter().map(&term);
+                lanes.iter_mut().zip(terms).for_each(|(a, b)| *a += b);
+            }
+            while lanes.len() > 1 {
+                let upper = lanes.split_off(lanes.len() / 2);
+                lanes.iter_mut().zip(upper).for_each(|(a, b)| *a += b);
+            }
+            lanes[0]
+        });
+        parts.fold(0.0, |total, part| total + part)
+    }
+
     /// The launches of `draw::search`: `terms` are rank and weight of each logit, 0 for those that are out.
     fn search(terms: &[(i32, f32)], factor: f32, weighted: bool) -> Found {
         let mut low = i32::MIN;
@@ -390,23 +623,14 @@ mod tests {
             if shift == 28 {
                 threshold[15] = i32::MIN;
             }
-            let mut total = [0.0_f32; 16];
-            for part in terms.chunks(PART) {
-                for (total, threshold) in total.iter_mut().zip(threshold) {
-                    let mut lanes = [0.0_f32; SUM_LANES];
-                    for terms in part.chunks(SUM_LANES) {
-                        for (lane, &(rank, weight)) in lanes.iter_mut().zip(terms) {
-                            *lane += if rank > threshold { weight } else { 0.0 };
-                        }
-                    }
-                    let mut lanes = lanes.to_vec();
-                    while lanes.len() > 1 {
-                        let upper = lanes.split_off(lanes.len() / 2);
-                        lanes.iter_mut().zip(upper).for_each(|(a, b)| *a += b);
-                    }
-                    *total += lanes[0];
-                }
-            }
+            let total = threshold.map(|threshold| {
+                sum(
+                    terms,
+                    |&(rank, weight)| {
+                        if rank > threshold { weight } else { 0.0 }
+                    },
+                )
+            });
             if shift == 28 && weighted {
                 found.budget = factor * total[15];
             }
@@ -420,12 +644,11 @@ mod tests {
         found
     }
 
+    /// What the kernels leave for a row: its token's place, its token and what they list.
+    type Left = (usize, i32, Option<Distribution>);
+
     /// All the kernels, step by step: what they leave for the rows of a plan.
-    fn emulate(
-        plan: &SamplePlan,
-        rows: &[Option<RowSampler>],
-        logits: &[f32],
-    ) -> Vec<(usize, i32)> {
+    fn emulate(plan: &SamplePlan, rows: &[Option<RowSampler>], logits: &[f32]) -> Vec<Left> {
         let width = logits.len() / rows.len();
         let mut logits = logits.to_vec();
         for list in [&plan.biases, &plan.penalties] {
@@ -469,27 +692,74 @@ mod tests {
                 }
                 top = top.max(*logit);
             }
+            let mut list = None;
             let code = if broken != i32::MAX {
                 -2 - broken
             } else if top == f32::NEG_INFINITY {
                 -1
             } else {
-                draw(&word, &float, sampler, logits, top)
+                let (token, weights) = draw(&word, &float, sampler, logits, top);
+                let total = sum(&weights, |&weight| weight);
+                let probs: Vec<f32> = weights.iter().map(|weight| weight / total).collect();
+                if word(Word::Draw) == DRAFT {
+                    let tokens = (0..logits.len()).rev().filter(|&id| weights[id] > 0.0);
+                    let entry = |id| [id as i32, bits(probs[id]), rank(logits[id])];
+                    list = Some(listed(&tokens.flat_map(entry).collect::<Vec<_>>()));
+                    assert_eq!(
+                        plan.lists[word(Word::List) as usize] as i32,
+                        word(Word::Token)
+                    );
+                }
+                if word(Word::Draw) == VERIFY {
+                    let mut q = vec![0.0; logits.len()];
+                    let (pairs, _) = plan.pairs.as_chunks::<2>();
+                    let pairs = &pairs[word(Word::Pairs) as usize..];
+                    for &[id, bits] in &pairs[..word(Word::PairCount) as usize] {
+                        q[id as usize] = f32::from_bits(bits.cast_unsigned());
+                    }
+                    let draft = word(Word::Draft);
+                    let stays = float(Word::Least) < probs[draft as usize];
+                    let token = redraw(sampler, logits, &probs, &q);
+                    if stays { draft } else { token }
+                } else {
+                    token
+                }
             };
-            (word(Word::Token) as usize, code)
+            (word(Word::Token) as usize, code, list)
         });
         rows.collect()
     }
 
-    /// `search`, `ties`, `score` and `choose` for a row that is not broken.
+    /// `total` of the excess, `redraw` and `choose`.
+    fn redraw(sampler: &RowSampler, logits: &[f32], p: &[f32], q: &[f32]) -> i32 {
+        let noise = Row::new(sampler.seed, sampler.position, Stream::Target);
+        let excess: Vec<f32> = p.iter().zip(q).map(|(p, q)| (p - q).max(0.0)).collect();
+        let rest = sum(&excess, |&excess| excess);
+        let mut best = (f32::NEG_INFINITY, i32::MIN, i32::MAX);
+        for (id, &logit) in logits.iter().enumerate() {
+            let prob = if rest > 0.0 { excess[id] / rest } else { p[id] };
+            if prob < f32::MIN_POSITIVE {
+                continue;
+            }
+            let score = (ln(prob) + noise.gumbel(id as u32), rank(logit), id as i32);
+            if score.0 > best.0 || (score.0 == best.0 && score.1 > best.1) {
+                best = score;
+            }
+        }
+        best.2
+    }
+
+    /// `search`, `ties`, `score` and `choose` for a row that is not broken: the token, and the weights that the filters
+    /// leave.
     fn draw(
         word: &dyn Fn(Word) -> i32,
         float: &dyn Fn(Word) -> f32,
         sampler: &RowSampler,
         logits: &[f32],
         top: f32,
-    ) -> i32 {
-        let noise = Row::new(sampler.seed, sampler.position, Stream::Target);
+    ) -> (i32, Vec<f32>) {
+        let noise = Row::new(sampler.seed, sampler.position, sampler.row().stream);
+        let mut weights = vec![0.0; logits.len()];
         let scaled = |logit: f32| (logit - top) * float(Word::InverseTemperature);
         let mut floor = i32::MIN;
         if word(Word::TopK) != 0 {
@@ -516,6 +786,9 @@ mod tests {
                 stays &= rank(logit) > cut.rank || (equal && fits);
                 ties += i32::from(equal);
             }
+            if stays {
+                weights[id] = weight;
+            }
             let score = match (word(Word::Greedy) != 0, stays) {
                 (true, _) => logit,
                 (_, true) => scaled(logit) + noise.gumbel(id as u32),
@@ -525,7 +798,11 @@ mod tests {
                 (best, token) = (score, id as i32);
             }
         }
-        token
+        (token, weights)
+    }
+
+    fn bits(value: f32) -> i32 {
+        value.to_bits().cast_signed()
     }
 
     /// A generator for the tests.
@@ -598,18 +875,58 @@ mod tests {
         }
     }
 
+    impl Random {
+        /// What the token after `logits` is drawn for: itself, a draft, or where a draft stands, which was drawn from
+        /// something close to the row's distribution, far from it, or the same.
+        fn draw(&mut self, sampler: &RowSampler, logits: &[f32]) -> Draw {
+            let width = logits.len() as u64;
+            match self.below(4) {
+                0 => return Draw::Token,
+                1 => return Draw::Draft,
+                _ => {}
+            }
+            let drafter = RowSampler {
+                vocabulary: self.of(&[sampler.vocabulary, usize::MAX]),
+                mask: sampler.mask.clone().filter(|_| self.below(2) == 0),
+                draw: Draw::Draft,
+                ..sampler.clone()
+            };
+            let other = self.logits(logits.len());
+            let size = self.of(&[0.0, 0.0, 0.1, 2.0, 1000.0]);
+            let mixed = |(a, b): (&f32, &f32)| if size == 0.0 { *a } else { a + b * size };
+            let mixed: Vec<f32> = logits.iter().zip(&other).map(mixed).collect();
+            let any = self.below(width + 3) as u32;
+            let from = match drafter.sample(&mixed) {
+                Ok(drafted) if self.below(8) > 0 => drafted.drawn_from.expect("a draft has one"),
+                _ => Arc::new(Distribution::one_hot(any)),
+            };
+            let draft = match self.below(5) {
+                0 => any,
+                _ => from.ids[self.below(from.ids.len() as u64) as usize],
+            };
+            Draw::Verify { draft, from }
+        }
+    }
+
     #[test]
     fn the_kernels_steps_give_the_tokens_of_the_host() {
         let mut random = Random(5);
         let mut drawn = [0; 2];
+        // Drafts, those that stay, those that do not.
+        let mut drafts = [0; 3];
         for (width, times) in [(2, 300), (7, 2000), (300, 600), (4097, 60), (9000, 30)] {
             for _ in 0..times {
-                let samplers = [
+                let mut samplers = [
                     Some(random.sampler(width)),
                     None,
                     Some(random.sampler(width)),
                 ];
                 let mut logits = random.logits(3 * width);
+                for (sampler, row) in samplers.iter_mut().zip(logits.chunks(width)) {
+                    if let Some(sampler) = sampler {
+                        sampler.draw = random.draw(sampler, row);
+                    }
+                }
                 if random.below(20) == 0 {
                     let at = random.below(3 * width as u64) as usize;
                     logits[at] = random.of(&[f32::NAN, f32::INFINITY]);
@@ -626,6 +943,17 @@ mod tests {
                         (Ok(host), Ok(token)) => {
                             assert_eq!(host.token, token, "{width} logits, {sampler:?}");
                             drawn[0] += 1;
+                            match &sampler.draw {
+                                Draw::Token => {}
+                                Draw::Draft => drafts[0] += 1,
+                                Draw::Verify { draft, .. } => {
+                                    drafts[1 + usize::from(token != *draft)] += 1;
+                                }
+                            }
+                            let greedy = sampler.params.is_greedy();
+                            if sampler.draw == Draw::Draft && !greedy {
+                                assert_eq!(host.drawn_from, code.2.map(Arc::new));
+                            }
                         }
                         (Err(host), Err(error)) => {
                             assert_eq!(host.to_string(), error.to_string());
@@ -637,6 +965,7 @@ mod tests {
             }
         }
         assert!(drawn[0] > 3000 && drawn[1] > 100, "{drawn:?}");
+        assert!(drafts.iter().all(|&count| count > 500), "{drafts:?}");
     }
 
     #[test]
@@ -657,16 +986,7 @@ mod tests {
                 ..plain.clone()
             }
         };
-        let from = Arc::new(Distribution::one_hot(3));
         let host = [
-            RowSampler {
-                draw: Draw::Draft,
-                ..plain.clone()
-            },
-            RowSampler {
-                draw: Draw::Verify { draft: 3, from },
-                ..plain.clone()
-            },
             RowSampler {
                 top_logprobs: Some(0),
                 ..plain.clone()
@@ -689,5 +1009,44 @@ mod tests {
         let mut words = vec![0; plan.words()];
         plan.write(&mut words);
         assert_eq!(words, plan.table);
+    }
+
+    #[test]
+    fn what_is_too_much_for_a_step_is_the_hosts() {
+        let mut random = Random(2);
+        let params = SamplingParams {
+            temperature: 1.0,
+            ..SamplingParams::default()
+        };
+        let row = |draw: Draw| {
+            let params = Arc::new(params.clone());
+            Some(RowSampler {
+                params,
+                counts: None,
+                mask: None,
+                vocabulary: usize::MAX,
+                draw,
+                ..random.sampler(50)
+            })
+        };
+        // 12 MiB a list, 8 MiB of pairs.
+        let width = 1 << 20;
+        let from = Arc::new(Distribution {
+            ids: (0..1 << 20).collect(),
+            probs: vec![0.0; width],
+        });
+        let draws = (0..30).map(|i| match i % 2 {
+            0 => Draw::Draft,
+            _ => Draw::Verify {
+                draft: 3,
+                from: from.clone(),
+            },
+        });
+        let rows: Vec<_> = draws.map(row).collect();
+        let plan = SamplePlan::new(&rows, width);
+        let host: Vec<usize> = plan.host().iter().map(|&(row, _)| row).collect();
+        assert_eq!(host, [20, 22, 24, 26, 28]);
+        assert_eq!(plan.lists().len(), 10);
+        assert_eq!(plan.pairs.len(), 15 * 2 * width);
     }
 }

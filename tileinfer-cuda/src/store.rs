@@ -18,6 +18,8 @@ use crate::pack::Pack;
 pub struct KernelOptions {
     /// Folders with packs, `tileinfer-<arch>.pack`; the program's own folder if empty.
     pub pack_folders: Vec<PathBuf>,
+    /// Packs that are part of the program; one in a folder goes before them.
+    pub built_in: &'static [&'static [u8]],
     /// Where compiled kernels are kept; nowhere if none.
     pub cache: Option<PathBuf>,
     /// A CUDA toolkit, 13.5 or newer, for kernels that no pack has.
@@ -45,7 +47,8 @@ pub fn architectures((major, minor): (i32, i32)) -> Vec<String> {
         .collect()
 }
 
-/// The packs that fit a device of this compute capability and this version of the kernels, and where they are.
+/// The packs that fit a device of this compute capability and this version of the kernels, and where they are: the
+/// program itself for those built into it.
 ///
 /// # Errors
 /// A pack that is there but damaged.
@@ -55,23 +58,35 @@ pub fn packs(capability: (i32, i32), options: &KernelOptions) -> Result<Vec<(Pat
         let program = std::env::current_exe().ok();
         folders.extend(program.and_then(|program| program.parent().map(PathBuf::from)));
     }
+    let architectures = architectures(capability);
     let mut packs = Vec::new();
     for folder in &folders {
-        for arch in architectures(capability) {
+        for arch in &architectures {
             let path = folder.join(format!("tileinfer-{arch}.pack"));
             if path.is_file() {
                 let pack = Pack::read(&path)?;
-                if pack.fingerprint == kernels::fingerprint() {
-                    packs.push((path, pack));
-                } else {
-                    tracing::warn!(
-                        "{} is of another version of tileinfer and is not used",
-                        path.display()
-                    );
-                }
+                packs.push((path, pack));
             }
         }
     }
+    let program = std::env::current_exe().unwrap_or_default();
+    let built_in = options.built_in.iter().copied().filter_map(Pack::parse);
+    let built_in: Vec<Pack> = built_in.collect();
+    for arch in &architectures {
+        let fitting = built_in.iter().filter(|pack| pack.arch == *arch);
+        packs.extend(fitting.map(|pack| (program.clone(), pack.clone())));
+    }
+    packs.retain(|(path, pack)| {
+        let same = pack.fingerprint == kernels::fingerprint();
+        if !same {
+            tracing::warn!(
+                "the kernel pack for {} in {} is of another version of tileinfer and is not used",
+                pack.arch,
+                path.display()
+            );
+        }
+        same
+    });
     Ok(packs)
 }
 
@@ -199,4 +214,57 @@ fn keep(path: &std::path::Path, cubin: &[u8]) -> Result<()> {
     let temporary = path.with_extension(format!("{}.incomplete", std::process::id()));
     std::fs::write(&temporary, cubin).map_err(|source| Error::io(&temporary, source))?;
     std::fs::rename(&temporary, path).map_err(|source| Error::io(path, source))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The bytes of a pack with one kernel.
+    fn bytes(arch: &str, fingerprint: u64, folder: &std::path::Path) -> Vec<u8> {
+        let mut pack = Pack::new(arch, fingerprint);
+        pack.insert("kernel", arch.as_bytes());
+        let path = folder.join(format!("tileinfer-{arch}.pack"));
+        pack.write(&path).unwrap();
+        std::fs::read(path).unwrap()
+    }
+
+    #[test]
+    fn packs_that_fit_are_found_best_first_those_in_folders_before_those_built_in() {
+        let folder = tempfile::tempdir().unwrap();
+        let [here, other] = ["here", "other"].map(|name| folder.path().join(name));
+        for folder in [&here, &other] {
+            std::fs::create_dir(folder).unwrap();
+        }
+        let current = kernels::fingerprint();
+        let mut built_in = Vec::new();
+        for (arch, fingerprint) in [
+            ("sm_80", current),
+            ("sm_89", current),
+            ("sm_86", current ^ 1),
+            ("sm_90", current),
+        ] {
+            let bytes: &'static [u8] = bytes(arch, fingerprint, &other).leak();
+            built_in.push(bytes);
+        }
+        bytes("sm_80", current, &here);
+        bytes("sm_89", current ^ 1, &here);
+        let options = KernelOptions {
+            pack_folders: vec![here.clone()],
+            built_in: built_in.leak(),
+            ..KernelOptions::default()
+        };
+        let found = packs((8, 9), &options).unwrap();
+        let found: Vec<_> = found
+            .iter()
+            .map(|(path, pack)| (path.clone(), pack.arch.as_str()))
+            .collect();
+        let program = std::env::current_exe().unwrap();
+        let expected = [
+            (here.join("tileinfer-sm_80.pack"), "sm_80"),
+            (program.clone(), "sm_89"),
+            (program, "sm_80"),
+        ];
+        assert_eq!(found, expected);
+    }
 }

@@ -64,12 +64,10 @@ pub(crate) fn run(root: &Path) -> Result<()> {
         cargo(root, &[&clippy[..], &warnings_are_errors].concat(), None)?;
         cargo(root, &["test", "--package", CUDA], None)?;
         steps.begin("kernels");
-        // Every kernel for the architecture that is measured, and what takes minutes less for one more.
-        cuda::kernels_for(root, &["sm_90"])?;
-        cuda::usual_kernels_for(root, "sm_100")?;
+        let archs = ["sm_90", "sm_100"];
+        cuda::kernels_for(root, &archs)?;
         steps.begin("machine code");
-        cuda::sass_of(root, "target/kernels", &["sm_90"])?;
-        cuda::sass_of(root, "target/usual-kernels", &["sm_100"])?;
+        cuda::sass_of(root, &archs)?;
     }
 
     steps.begin("tests");

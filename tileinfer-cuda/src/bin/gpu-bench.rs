@@ -2,8 +2,9 @@
 //! the tensor throughput measured in the same run, and the rule that a recorded step gives what an eager one
 //! gives.
 //!
-//! `gpu-bench [--toolkit DIR] [--int8] [--int8-cache] [--profile] PACK_FOLDER MODEL_FOLDER`, where the model's folder
-//! holds a `config.json`; with `--profile`, what each kernel of some steps takes as well.
+//! `gpu-bench [--toolkit DIR] [--int8] [--int8-cache] [--profile] [--only TEXT] PACK_FOLDER MODEL_FOLDER`, where the
+//! model's folder holds a `config.json`; with `--profile`, what each kernel of some steps takes as well; with `--only`,
+//! no checks, and the steps whose names hold one of the texts, separated by semicolons.
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -37,14 +38,23 @@ fn main() {
     let mut flag = |name: &str| arguments.next_if(|argument| argument == name).is_some();
     let (int8, int8_cache) = (flag("--int8"), flag("--int8-cache"));
     let profile = flag("--profile");
+    let only = flag("--only").then(|| arguments.next().unwrap_or_default());
     options
         .kernels
         .pack_folders
         .extend(arguments.next().map(PathBuf::from));
     let result = match arguments.next() {
-        Some(model) => run(&options, &PathBuf::from(model), int8, int8_cache, profile),
+        Some(model) => {
+            let model = PathBuf::from(model);
+            run(
+                &options,
+                &model,
+                [int8, int8_cache, profile],
+                only.as_deref(),
+            )
+        }
         None => Err(Error::usage(
-            "usage: gpu-bench [--toolkit DIR] [--int8] [--int8-cache] [--profile] PACK_FOLDER MODEL_FOLDER",
+            "usage: gpu-bench [--toolkit DIR] [--int8] [--int8-cache] [--profile] [--only TEXT] PACK_FOLDER MODEL_FOLDER",
         )),
     };
     if let Err(error) = result {
@@ -71,9 +81,8 @@ struct Bench {
 fn run(
     options: &CudaOptions,
     folder: &std::path::Path,
-    int8: bool,
-    int8_cache: bool,
-    profile: bool,
+    [int8, int8_cache, profile]: [bool; 3],
+    only: Option<&str>,
 ) -> Result<()> {
     let backend = CudaBackend::open(ComputeType::Bf16, options)?;
     let config = ModelConfig::from_dir(folder)?;
@@ -144,8 +153,10 @@ fn run(
         ceilings.matmul / 1e12,
         weights / 1e9
     );
-    bench.same_text()?;
-    bench.crowd()?;
+    if only.is_none() {
+        bench.same_text()?;
+        bench.crowd()?;
+    }
     let mut steps: Vec<_> = [
         (128, 1, 1),
         (4096, 1, 1),
@@ -169,12 +180,16 @@ fn run(
         let spans = [vec![(640, 1); 63], vec![(512, prompt)]].concat();
         steps.push((format!("63 x 1 at 640 + {prompt:3} of a prompt"), spans));
     }
-    for (name, spans) in &steps {
+    let asked =
+        |name: &str| only.is_none_or(|texts| texts.split(';').any(|text| name.contains(text)));
+    for (i, (name, spans)) in steps
+        .iter()
+        .enumerate()
+        .filter(|(_, (name, _))| asked(name))
+    {
         bench.step(name, spans)?;
-    }
-    if profile {
-        for i in [0, 9, 10, steps.len() - 1] {
-            bench.profile(&steps[i].0, &steps[i].1)?;
+        if profile && (only.is_some() || [0, 9, 10, 15].contains(&i)) {
+            bench.profile(name, spans)?;
         }
     }
     for name in bench.backend.ops().kernels().compiled() {

@@ -1,8 +1,10 @@
 //! Holds every kernel against plain f64 loops on the GPU at hand, and against itself: the same row must
 //! come out the same, bit for bit, whatever stands beside it. Prints a line a check and a table of times.
 //!
-//! `gpu-check [--sweep | --times] [--toolkit DIR] PACK_FOLDER [GOLDEN_FOLDER [SMOLLM2_FOLDER]]`; with `--sweep`, candidates for
-//! tiles instead, which takes a pack made with `tileinfer-kernels --sweep`; with `--times`, the times alone; with a toolkit, kernels that the pack lacks are compiled, and named at the end.
+//! `gpu-check [--sweep | --times | --draws] [--toolkit DIR] PACK_FOLDER [GOLDEN_FOLDER [SMOLLM2_FOLDER]]`; with
+//! `--sweep`, candidates for tiles instead, which takes a pack made with `tileinfer-kernels --sweep`; with `--times`, the
+//! times alone, with `--draws`, what is about sampling; with a toolkit, kernels that the pack lacks are compiled, and
+//! named at the end.
 
 #[path = "gpu-check/sampling.rs"]
 mod sampling;
@@ -69,6 +71,9 @@ fn main() {
     let times = arguments
         .next_if(|argument| argument == "--times")
         .is_some();
+    let draws = arguments
+        .next_if(|argument| argument == "--draws")
+        .is_some();
     if arguments
         .next_if(|argument| argument == "--toolkit")
         .is_some()
@@ -94,6 +99,9 @@ fn main() {
         }
         if times {
             return checker.times().map(|()| 0);
+        }
+        if draws {
+            return checker.sampling().map(|()| checker.failed);
         }
         let failed = suites(&ops, &golden, smollm2.as_deref()) + checker.run()?;
         for name in ops.kernels().compiled() {

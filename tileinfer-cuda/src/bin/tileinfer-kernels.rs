@@ -4,7 +4,7 @@
 //! `gpu-check --sweep` tries, `--usual` leaves out what bfloat16 models of usual sizes do not launch, and `--only`
 //! kernels whose names hold none of the texts, separated by semicolons: a quick pack to try something with.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -43,14 +43,8 @@ fn main() {
         );
         std::process::exit(2);
     };
-    let result = arguments.try_for_each(|arch| {
-        build(
-            &catalog,
-            &PathBuf::from(&toolkit),
-            &PathBuf::from(&folder),
-            &arch,
-        )
-    });
+    let archs: Vec<String> = arguments.collect();
+    let result = build(&catalog, Path::new(&toolkit), Path::new(&folder), &archs);
     if let Err(error) = result {
         eprintln!("error: {error}");
         std::process::exit(1);
@@ -65,9 +59,9 @@ fn is_usual(variant: &Variant) -> bool {
         && (variant.aligned || variant.kernel.aligned.is_empty())
 }
 
-/// Compiles `variants` for `arch`. What was compiled before from the same bytecode is kept in
+/// Compiles `variants` for each of `archs`. What was compiled before from the same bytecode is kept in
 /// `FOLDER/cubins`.
-fn build(variants: &[Variant], toolkit: &Path, folder: &Path, arch: &str) -> Result<()> {
+fn build(variants: &[Variant], toolkit: &Path, folder: &Path, archs: &[String]) -> Result<()> {
     let Some(assembler) = Assembler::in_toolkit(toolkit) else {
         return Err(Error::Device(format!(
             "{} holds no bin/tileiras; `cargo xtask cuda-toolchain` lays one out",
@@ -76,27 +70,30 @@ fn build(variants: &[Variant], toolkit: &Path, folder: &Path, arch: &str) -> Res
     };
     let cubins = folder.join("cubins");
     std::fs::create_dir_all(&cubins).map_err(|source| Error::io(&cubins, source))?;
-    let path = folder.join(format!("tileinfer-{arch}.pack"));
+    let names: Vec<&str> = archs.iter().map(String::as_str).collect();
     // What the kernel compiler refuses is known long before everything is assembled.
     let bytecodes = on_all_cores(variants, |variant| {
-        Ok((variant, compile::bytecode(variant, arch)?))
+        Ok((variant, compile::bytecodes(variant, &names)?))
     })?;
-    let assembled = on_all_cores(&bytecodes, |(variant, bytecode)| {
-        let cubin = cubin(&assembler, variant, bytecode, &cubins, arch)?;
-        Ok((variant, cubin))
-    })?;
-    let mut pack = Pack::new(arch, fingerprint());
-    for (variant, cubin) in &assembled {
-        pack.insert(&variant.to_string(), cubin);
+    for (index, arch) in names.into_iter().enumerate() {
+        let assembled = on_all_cores(&bytecodes, |(variant, bytecodes)| {
+            let cubin = cubin(&assembler, variant, &bytecodes[index], &cubins, arch)?;
+            Ok((variant, cubin))
+        })?;
+        let mut pack = Pack::new(arch, fingerprint());
+        for (variant, cubin) in &assembled {
+            pack.insert(&variant.to_string(), cubin);
+        }
+        let path = folder.join(format!("tileinfer-{arch}.pack"));
+        pack.write(&path)?;
+        let bytes = std::fs::metadata(&path).map_or(0, |file| file.len());
+        println!(
+            "{}: {} kernels, {} KiB",
+            path.display(),
+            pack.len(),
+            bytes / 1024
+        );
     }
-    pack.write(&path)?;
-    let bytes = std::fs::metadata(&path).map_or(0, |file| file.len());
-    println!(
-        "{}: {} kernels, {} KiB",
-        path.display(),
-        pack.len(),
-        bytes / 1024
-    );
     Ok(())
 }
 

@@ -63,7 +63,7 @@ pub mod activation {
         width: i32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
-        let free: Token = start();
+        let free: Token = start_early();
         // Gate and up halves as the even and the odd rows of one matrix.
         let x_view: Tensor<E, { [-1, -1] }> = matrix(x, rows * 2, width, width, free);
         let x_part: Partition<E, { [1, W] }> = x_view.partition(shape![1, W]);
@@ -92,7 +92,7 @@ pub mod activation {
         eps: f32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
-        let free: Token = start();
+        let free: Token = start_early();
         let x_view: Tensor<E, { [-1, -1] }> = matrix(x, 1, count, count, free);
         let x_part: Partition<E, { [1, W] }> = x_view.partition(shape![1, W]);
         let value: Tile<E, { [1, W] }> = x_part.load([0i32, pid.0]);

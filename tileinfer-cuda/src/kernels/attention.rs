@@ -324,15 +324,16 @@ pub mod attention {
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
         let grid: (i32, i32, i32) = get_num_tile_blocks();
-        let free: Token = start();
+        // No kernel writes the arrays that describe a step: they are read before the wait.
+        let given: Token = new_token_unordered();
         let meta: i32 = pid.2 * 8;
         let kv_head: i32 = pid.1;
-        let first_row: i32 = scalar_at(free, groups, meta);
-        let rows: i32 = scalar_at(free, groups, meta + 1);
-        let span: i32 = scalar_at(free, groups, meta + 2);
-        let first_position: i32 = scalar_at(free, groups, meta + 3);
-        let end: i32 = scalar_at(free, groups, meta + 4);
-        let first_page: i32 = scalar_at(free, groups, meta + 5);
+        let first_row: i32 = scalar_at(given, groups, meta);
+        let rows: i32 = scalar_at(given, groups, meta + 1);
+        let span: i32 = scalar_at(given, groups, meta + 2);
+        let first_position: i32 = scalar_at(given, groups, meta + 3);
+        let end: i32 = scalar_at(given, groups, meta + 4);
+        let first_page: i32 = scalar_at(given, groups, meta + 5);
         let group: i32 = heads / kv_heads;
         let table_start: i32 = span * table_width - first_page;
 
@@ -346,212 +347,219 @@ pub mod attention {
             high = 0;
         }
 
-        let member: Tile<i32, { [BQ, D] }> = row_numbers::<BQ, D>();
-        let lane: Tile<i32, { [BQ, D] }> = column_numbers::<BQ, D>();
-        let vector: Tile<i32, { [BQ, D] }> =
-            vector_numbers::<BQ, D>(first_row, heads, kv_head, group);
-        let live: Tile<bool, { [BQ, D] }> =
-            lt_tile(member, broadcast_scalar(rows * group, shape![BQ, D]))
-                & lt_tile(lane, broadcast_scalar(head_dim, shape![BQ, D]));
-        let offsets: Tile<i32, { [BQ, D] }> =
-            vector * broadcast_scalar(head_dim, shape![BQ, D]) + lane;
-        let mut q: Tile<E, { [BQ, D] }> = load_queries::<E, BQ, D>(free, queries, offsets, live);
-        if INT8 == 1 {
-            q = convert_tile(unsmoothed::<E, BQ, D>(q, factors, kv_head, head_dim, free));
-        }
-        let q: Tile<E, { [D, BQ] }> = q.transpose();
-
-        // What each query sees.
-        let column: Tile<i32, { [64, BQ] }> = column_numbers::<64, BQ>();
-        let position: Tile<i32, { [64, BQ] }> = broadcast_scalar(first_position, shape![64, BQ])
-            + column / broadcast_scalar(group, shape![64, BQ]);
-        let one: Tile<i32, { [64, BQ] }> = constant(1i32, shape![64, BQ]);
-        let width: Tile<i32, { [64, BQ] }> = broadcast_scalar(window, shape![64, BQ]);
-        let lows: Tile<i32, { [64, BQ] }> = position + one - width;
-        let mut highs: Tile<i32, { [64, BQ] }> = position + one;
-        if causal == 0 {
-            highs = min_tile(broadcast_scalar(end, shape![64, BQ]), position + width);
-        }
-        let number: Tile<i32, { [64, BQ] }> = row_numbers::<64, BQ>();
-        let hidden: Tile<f32, { [64, BQ] }> = constant(f32::NEG_INFINITY, shape![64, BQ]);
-        let scales: Tile<f32, { [64, BQ] }> = broadcast_scalar(scale, shape![64, BQ]);
-        let ones_f32: Tile<f32, { [64, 64] }> = constant(1.0f32, shape![64, 64]);
-        let ones: Tile<E, { [64, 64] }> = convert_tile(ones_f32);
-
         let turn: i32 = pid.0 + low / 256;
         let last_block: i32 = ceil_div(high, 256i32);
         let mut turns: i32 = 0;
         if turn < last_block {
             turns = ceil_div(last_block - turn, grid.0);
         }
-        let member: Tile<i32, { [BQ, 1] }> = row_numbers::<BQ, 1>();
-        let there: Tile<bool, { [BQ, 1] }> =
-            lt_tile(member, broadcast_scalar(rows * group, shape![BQ, 1]));
-        let number_of: Tile<i32, { [BQ, 1] }> =
-            vector_numbers::<BQ, 1>(first_row, heads, kv_head, group);
-        let first_slot: i32 = first_page * page_size / 256;
-        for j in 0i32..turns {
-            let block: i32 = turn + j * grid.0;
-            let first: i32 = max(block * 4, low / 64);
-            let last: i32 = min(block * 4 + 4, ceil_div(high, 64i32));
-            let mut m: Tile<f32, { [1, BQ] }> = constant(-1.0e30f32, shape![1, BQ]);
-            let mut l: Tile<f32, { [64, BQ] }> = constant(0.0f32, shape![64, BQ]);
-            let mut o: Tile<f32, { [D, BQ] }> = constant(0.0f32, shape![D, BQ]);
-            for p in first..last {
-                let mut k: Tile<E, { [64, D] }> = constant(E::ZERO, shape![64, D]);
-                let mut v: Tile<E, { [D, 64] }> = constant(E::ZERO, shape![D, 64]);
-                if INT8 == 1 {
-                    let bytes: Tile<i8, { [64, D] }> = load_page_bytes::<D, PAGE, LATENCY>(
-                        key_bytes,
-                        tables,
-                        table_start,
-                        p * 64,
-                        low,
-                        high,
-                        page_size,
-                        pages,
-                        kv_heads,
-                        kv_head,
-                        head_dim,
-                        free,
-                    );
-                    k = widened::<E, 64, D>(bytes);
-                    let bytes: Tile<i8, { [64, D] }> = load_page_bytes::<D, PAGE, LATENCY>(
-                        value_bytes,
-                        tables,
-                        table_start,
-                        p * 64,
-                        low,
-                        high,
-                        page_size,
-                        pages,
-                        kv_heads,
-                        kv_head,
-                        head_dim,
-                        free,
-                    );
-                    let page: Tile<E, { [64, D] }> = widened::<E, 64, D>(bytes);
-                    v = page.transpose();
-                } else {
-                    k = load_page::<E, D, PAGE, LATENCY>(
-                        keys,
-                        tables,
-                        table_start,
-                        p * 64,
-                        low,
-                        high,
-                        page_size,
-                        pages,
-                        kv_heads,
-                        kv_head,
-                        head_dim,
-                        free,
-                    );
-                    let page: Tile<E, { [64, D] }> = load_page::<E, D, PAGE, LATENCY>(
-                        values,
-                        tables,
-                        table_start,
-                        p * 64,
-                        low,
-                        high,
-                        page_size,
-                        pages,
-                        kv_heads,
-                        kv_head,
-                        head_dim,
-                        free,
-                    );
-                    v = page.transpose();
-                }
-                let empty: Tile<f32, { [64, BQ] }> = constant(0.0f32, shape![64, BQ]);
-                let mut s: Tile<f32, { [64, BQ] }> = mma(k, q, empty);
-                let mut v_scale: Tile<f32, { [64, 1] }> = constant(1.0f32, shape![64, 1]);
-                if INT8 == 1 {
-                    let at: Tile<i32, { [64, 1] }> =
-                        row_numbers::<64, 1>() + broadcast_scalar(p * 64, shape![64, 1]);
-                    let k_scale: Tile<f32, { [64, 1] }> = load_scales::<64, 1>(
-                        key_scales,
-                        tables,
-                        table_start,
-                        at,
-                        low,
-                        high,
-                        page_size,
-                        kv_heads,
-                        kv_head,
-                        free,
-                    );
-                    v_scale = load_scales::<64, 1>(
-                        value_scales,
-                        tables,
-                        table_start,
-                        at,
-                        low,
-                        high,
-                        page_size,
-                        kv_heads,
-                        kv_head,
-                        free,
-                    );
-                    s = s * k_scale.broadcast(shape![64, BQ]);
-                }
-                let key: Tile<i32, { [64, BQ] }> =
-                    broadcast_scalar(p * 64, shape![64, BQ]) + number;
-                let seen: Tile<bool, { [64, BQ] }> = ge_tile(key, lows) & lt_tile(key, highs);
-                let s: Tile<f32, { [64, BQ] }> = select(seen, s * scales, hidden);
-                let top: Tile<f32, { [BQ] }> = reduce_max(s, 0);
-                let top: Tile<f32, { [1, BQ] }> = max_tile(m, top.reshape(shape![1, BQ]));
-                let old: Tile<f32, { [1, BQ] }> = exp2(m - top, ftz::Disabled);
-                let e: Tile<f32, { [64, BQ] }> =
-                    exp2(s - top.broadcast(shape![64, BQ]), ftz::Disabled);
-                let weight: Tile<E, { [64, BQ] }> = convert_tile(e);
-                l = mma(ones, weight, l * old.broadcast(shape![64, BQ]));
-                let mut weight: Tile<E, { [64, BQ] }> = weight;
-                if INT8 == 1 {
-                    weight = convert_tile(e * v_scale.broadcast(shape![64, BQ]));
-                }
-                o = mma(v, weight, o * old.broadcast(shape![D, BQ]));
-                m = top;
-            }
-            let total: Tile<f32, { [BQ] }> = reduce_max(l, 0);
-            let total: Tile<f32, { [1, BQ] }> = total.reshape(shape![1, BQ]);
 
-            let slot: i32 = block - first_slot;
-            let place: Tile<i32, { [BQ, D] }> = vector
-                * broadcast_scalar(block_slots, shape![BQ, D])
-                + broadcast_scalar(slot, shape![BQ, D]);
-            let to: Tile<i32, { [BQ, D] }> =
-                place * broadcast_scalar(head_dim, shape![BQ, D]) + lane;
-            let _stored: Token = store_ptr_tko(
-                addresses(outputs, to),
-                o.transpose(),
-                ordering::Weak,
-                None::<scope::Device>,
-                Some(live),
-                Some(free),
-                Latency::<0>,
-            );
-            let to: Tile<i32, { [BQ, 1] }> = number_of
-                * broadcast_scalar(block_slots, shape![BQ, 1])
-                + broadcast_scalar(slot, shape![BQ, 1]);
-            let _stored: Token = store_ptr_tko(
-                addresses(maxima, to),
-                m.reshape(shape![BQ, 1]),
-                ordering::Weak,
-                None::<scope::Device>,
-                Some(there),
-                Some(free),
-                Latency::<0>,
-            );
-            let _stored: Token = store_ptr_tko(
-                addresses(weights, to),
-                total.reshape(shape![BQ, 1]),
-                ordering::Weak,
-                None::<scope::Device>,
-                Some(there),
-                Some(free),
-                Latency::<0>,
-            );
+        // Blocks without keys make room at once: some other block of this kernel waits.
+        if turns > 0 {
+            let free: Token = start_early();
+            let member: Tile<i32, { [BQ, D] }> = row_numbers::<BQ, D>();
+            let lane: Tile<i32, { [BQ, D] }> = column_numbers::<BQ, D>();
+            let vector: Tile<i32, { [BQ, D] }> =
+                vector_numbers::<BQ, D>(first_row, heads, kv_head, group);
+            let live: Tile<bool, { [BQ, D] }> =
+                lt_tile(member, broadcast_scalar(rows * group, shape![BQ, D]))
+                    & lt_tile(lane, broadcast_scalar(head_dim, shape![BQ, D]));
+            let offsets: Tile<i32, { [BQ, D] }> =
+                vector * broadcast_scalar(head_dim, shape![BQ, D]) + lane;
+            let mut q: Tile<E, { [BQ, D] }> =
+                load_queries::<E, BQ, D>(free, queries, offsets, live);
+            if INT8 == 1 {
+                q = convert_tile(unsmoothed::<E, BQ, D>(q, factors, kv_head, head_dim, free));
+            }
+            let q: Tile<E, { [D, BQ] }> = q.transpose();
+
+            // What each query sees.
+            let column: Tile<i32, { [64, BQ] }> = column_numbers::<64, BQ>();
+            let position: Tile<i32, { [64, BQ] }> =
+                broadcast_scalar(first_position, shape![64, BQ])
+                    + column / broadcast_scalar(group, shape![64, BQ]);
+            let one: Tile<i32, { [64, BQ] }> = constant(1i32, shape![64, BQ]);
+            let width: Tile<i32, { [64, BQ] }> = broadcast_scalar(window, shape![64, BQ]);
+            let lows: Tile<i32, { [64, BQ] }> = position + one - width;
+            let mut highs: Tile<i32, { [64, BQ] }> = position + one;
+            if causal == 0 {
+                highs = min_tile(broadcast_scalar(end, shape![64, BQ]), position + width);
+            }
+            let number: Tile<i32, { [64, BQ] }> = row_numbers::<64, BQ>();
+            let hidden: Tile<f32, { [64, BQ] }> = constant(f32::NEG_INFINITY, shape![64, BQ]);
+            let scales: Tile<f32, { [64, BQ] }> = broadcast_scalar(scale, shape![64, BQ]);
+            let ones_f32: Tile<f32, { [64, 64] }> = constant(1.0f32, shape![64, 64]);
+            let ones: Tile<E, { [64, 64] }> = convert_tile(ones_f32);
+
+            let member: Tile<i32, { [BQ, 1] }> = row_numbers::<BQ, 1>();
+            let there: Tile<bool, { [BQ, 1] }> =
+                lt_tile(member, broadcast_scalar(rows * group, shape![BQ, 1]));
+            let number_of: Tile<i32, { [BQ, 1] }> =
+                vector_numbers::<BQ, 1>(first_row, heads, kv_head, group);
+            let first_slot: i32 = first_page * page_size / 256;
+            for j in 0i32..turns {
+                let block: i32 = turn + j * grid.0;
+                let first: i32 = max(block * 4, low / 64);
+                let last: i32 = min(block * 4 + 4, ceil_div(high, 64i32));
+                let mut m: Tile<f32, { [1, BQ] }> = constant(-1.0e30f32, shape![1, BQ]);
+                let mut l: Tile<f32, { [64, BQ] }> = constant(0.0f32, shape![64, BQ]);
+                let mut o: Tile<f32, { [D, BQ] }> = constant(0.0f32, shape![D, BQ]);
+                for p in first..last {
+                    let mut k: Tile<E, { [64, D] }> = constant(E::ZERO, shape![64, D]);
+                    let mut v: Tile<E, { [D, 64] }> = constant(E::ZERO, shape![D, 64]);
+                    if INT8 == 1 {
+                        let bytes: Tile<i8, { [64, D] }> = load_page_bytes::<D, PAGE, LATENCY>(
+                            key_bytes,
+                            tables,
+                            table_start,
+                            p * 64,
+                            low,
+                            high,
+                            page_size,
+                            pages,
+                            kv_heads,
+                            kv_head,
+                            head_dim,
+                            free,
+                        );
+                        k = widened::<E, 64, D>(bytes);
+                        let bytes: Tile<i8, { [64, D] }> = load_page_bytes::<D, PAGE, LATENCY>(
+                            value_bytes,
+                            tables,
+                            table_start,
+                            p * 64,
+                            low,
+                            high,
+                            page_size,
+                            pages,
+                            kv_heads,
+                            kv_head,
+                            head_dim,
+                            free,
+                        );
+                        let page: Tile<E, { [64, D] }> = widened::<E, 64, D>(bytes);
+                        v = page.transpose();
+                    } else {
+                        k = load_page::<E, D, PAGE, LATENCY>(
+                            keys,
+                            tables,
+                            table_start,
+                            p * 64,
+                            low,
+                            high,
+                            page_size,
+                            pages,
+                            kv_heads,
+                            kv_head,
+                            head_dim,
+                            free,
+                        );
+                        let page: Tile<E, { [64, D] }> = load_page::<E, D, PAGE, LATENCY>(
+                            values,
+                            tables,
+                            table_start,
+                            p * 64,
+                            low,
+                            high,
+                            page_size,
+                            pages,
+                            kv_heads,
+                            kv_head,
+                            head_dim,
+                            free,
+                        );
+                        v = page.transpose();
+                    }
+                    let empty: Tile<f32, { [64, BQ] }> = constant(0.0f32, shape![64, BQ]);
+                    let mut s: Tile<f32, { [64, BQ] }> = mma(k, q, empty);
+                    let mut v_scale: Tile<f32, { [64, 1] }> = constant(1.0f32, shape![64, 1]);
+                    if INT8 == 1 {
+                        let at: Tile<i32, { [64, 1] }> =
+                            row_numbers::<64, 1>() + broadcast_scalar(p * 64, shape![64, 1]);
+                        let k_scale: Tile<f32, { [64, 1] }> = load_scales::<64, 1>(
+                            key_scales,
+                            tables,
+                            table_start,
+                            at,
+                            low,
+                            high,
+                            page_size,
+                            kv_heads,
+                            kv_head,
+                            free,
+                        );
+                        v_scale = load_scales::<64, 1>(
+                            value_scales,
+                            tables,
+                            table_start,
+                            at,
+                            low,
+                            high,
+                            page_size,
+                            kv_heads,
+                            kv_head,
+                            free,
+                        );
+                        s = s * k_scale.broadcast(shape![64, BQ]);
+                    }
+                    let key: Tile<i32, { [64, BQ] }> =
+                        broadcast_scalar(p * 64, shape![64, BQ]) + number;
+                    let seen: Tile<bool, { [64, BQ] }> = ge_tile(key, lows) & lt_tile(key, highs);
+                    let s: Tile<f32, { [64, BQ] }> = select(seen, s * scales, hidden);
+                    let top: Tile<f32, { [BQ] }> = reduce_max(s, 0);
+                    let top: Tile<f32, { [1, BQ] }> = max_tile(m, top.reshape(shape![1, BQ]));
+                    let old: Tile<f32, { [1, BQ] }> = exp2(m - top, ftz::Disabled);
+                    let e: Tile<f32, { [64, BQ] }> =
+                        exp2(s - top.broadcast(shape![64, BQ]), ftz::Disabled);
+                    let weight: Tile<E, { [64, BQ] }> = convert_tile(e);
+                    l = mma(ones, weight, l * old.broadcast(shape![64, BQ]));
+                    let mut weight: Tile<E, { [64, BQ] }> = weight;
+                    if INT8 == 1 {
+                        weight = convert_tile(e * v_scale.broadcast(shape![64, BQ]));
+                    }
+                    o = mma(v, weight, o * old.broadcast(shape![D, BQ]));
+                    m = top;
+                }
+                let total: Tile<f32, { [BQ] }> = reduce_max(l, 0);
+                let total: Tile<f32, { [1, BQ] }> = total.reshape(shape![1, BQ]);
+
+                let slot: i32 = block - first_slot;
+                let place: Tile<i32, { [BQ, D] }> = vector
+                    * broadcast_scalar(block_slots, shape![BQ, D])
+                    + broadcast_scalar(slot, shape![BQ, D]);
+                let to: Tile<i32, { [BQ, D] }> =
+                    place * broadcast_scalar(head_dim, shape![BQ, D]) + lane;
+                let _stored: Token = store_ptr_tko(
+                    addresses(outputs, to),
+                    o.transpose(),
+                    ordering::Weak,
+                    None::<scope::Device>,
+                    Some(live),
+                    Some(free),
+                    Latency::<0>,
+                );
+                let to: Tile<i32, { [BQ, 1] }> = number_of
+                    * broadcast_scalar(block_slots, shape![BQ, 1])
+                    + broadcast_scalar(slot, shape![BQ, 1]);
+                let _stored: Token = store_ptr_tko(
+                    addresses(maxima, to),
+                    m.reshape(shape![BQ, 1]),
+                    ordering::Weak,
+                    None::<scope::Device>,
+                    Some(there),
+                    Some(free),
+                    Latency::<0>,
+                );
+                let _stored: Token = store_ptr_tko(
+                    addresses(weights, to),
+                    total.reshape(shape![BQ, 1]),
+                    ordering::Weak,
+                    None::<scope::Device>,
+                    Some(there),
+                    Some(free),
+                    Latency::<0>,
+                );
+            }
         }
     }
 
@@ -637,11 +645,12 @@ pub mod attention {
         block_slots: i32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
-        let free: Token = start();
+        let given: Token = new_token_unordered();
         let meta: i32 = pid.1 * 4;
-        let position: i32 = scalar_at(free, row_meta, meta);
-        let end: i32 = scalar_at(free, row_meta, meta + 1);
-        let first_page: i32 = scalar_at(free, row_meta, meta + 2);
+        let position: i32 = scalar_at(given, row_meta, meta);
+        let end: i32 = scalar_at(given, row_meta, meta + 1);
+        let first_page: i32 = scalar_at(given, row_meta, meta + 2);
+        let free: Token = start_early();
         let low: i32 = max(position + 1 - window, 0i32);
         let mut high: i32 = position + 1;
         if causal == 0 {
@@ -738,7 +747,7 @@ pub mod attention {
         window: i32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
-        let free: Token = start();
+        let free: Token = start_early();
         let meta: i32 = pid.0 * 8;
         let kv_head: i32 = pid.1;
         let first_row: i32 = scalar_at(free, groups, meta);

@@ -305,15 +305,16 @@ pub mod attention_int8 {
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
         let grid: (i32, i32, i32) = get_num_tile_blocks();
-        let free: Token = start();
+        // No kernel writes the arrays that describe a step: they are read before the wait.
+        let given: Token = new_token_unordered();
         let meta: i32 = pid.2 * 8;
         let kv_head: i32 = pid.1;
-        let first_row: i32 = scalar_at(free, groups, meta);
-        let rows: i32 = scalar_at(free, groups, meta + 1);
-        let span: i32 = scalar_at(free, groups, meta + 2);
-        let first_position: i32 = scalar_at(free, groups, meta + 3);
-        let end: i32 = scalar_at(free, groups, meta + 4);
-        let first_page: i32 = scalar_at(free, groups, meta + 5);
+        let first_row: i32 = scalar_at(given, groups, meta);
+        let rows: i32 = scalar_at(given, groups, meta + 1);
+        let span: i32 = scalar_at(given, groups, meta + 2);
+        let first_position: i32 = scalar_at(given, groups, meta + 3);
+        let end: i32 = scalar_at(given, groups, meta + 4);
+        let first_page: i32 = scalar_at(given, groups, meta + 5);
         let group: i32 = heads / kv_heads;
         let table_start: i32 = span * table_width - first_page;
 
@@ -327,127 +328,69 @@ pub mod attention_int8 {
             high = 0;
         }
 
-        let member: Tile<i32, { [BQ, D] }> = row_numbers::<BQ, D>();
-        let lane: Tile<i32, { [BQ, D] }> = column_numbers::<BQ, D>();
-        let vector: Tile<i32, { [BQ, D] }> =
-            vector_numbers::<BQ, D>(first_row, heads, kv_head, group);
-        let live: Tile<bool, { [BQ, D] }> =
-            lt_tile(member, broadcast_scalar(rows * group, shape![BQ, D]))
-                & lt_tile(lane, broadcast_scalar(head_bytes, shape![BQ, D]));
-        let offsets: Tile<i32, { [BQ, D] }> =
-            vector * broadcast_scalar(head_bytes, shape![BQ, D]) + lane;
-        let q: Tile<E, { [BQ, D] }> = load_queries::<E, BQ, D>(free, queries, offsets, live);
-        let q: Tile<f32, { [BQ, D] }> =
-            unsmoothed::<E, BQ, D>(q, factors, kv_head, head_bytes, free);
-        let largest: Tile<f32, { [BQ, 1] }> = largest::<BQ, D>(q);
-        let q_scale: Tile<f32, { [BQ, 1] }> =
-            activation_scales::<BQ>(largest) * broadcast_scalar(scale, shape![BQ, 1]);
-        let q: Tile<i8, { [BQ2, D] }> = two_bytes::<BQ, BQ2, D>(q, largest);
-        let q: Tile<i8, { [D, BQ2] }> = q.transpose();
-        let q_scale: Tile<f32, { [1, BQ] }> = q_scale.reshape(shape![1, BQ]);
-
-        // What each query sees.
-        let column: Tile<i32, { [64, BQ] }> = column_numbers::<64, BQ>();
-        let position: Tile<i32, { [64, BQ] }> = broadcast_scalar(first_position, shape![64, BQ])
-            + column / broadcast_scalar(group, shape![64, BQ]);
-        let one: Tile<i32, { [64, BQ] }> = constant(1i32, shape![64, BQ]);
-        let width: Tile<i32, { [64, BQ] }> = broadcast_scalar(window, shape![64, BQ]);
-        let lows: Tile<i32, { [64, BQ] }> = position + one - width;
-        let mut highs: Tile<i32, { [64, BQ] }> = position + one;
-        if causal == 0 {
-            highs = min_tile(broadcast_scalar(end, shape![64, BQ]), position + width);
-        }
-        let number: Tile<i32, { [64, BQ] }> = row_numbers::<64, BQ>();
-        let hidden: Tile<f32, { [64, BQ] }> = constant(f32::NEG_INFINITY, shape![64, BQ]);
-
         let turn: i32 = pid.0 + low / 256;
         let last_block: i32 = ceil_div(high, 256i32);
         let mut turns: i32 = 0;
         if turn < last_block {
             turns = ceil_div(last_block - turn, grid.0);
         }
-        let member: Tile<i32, { [BQ, 1] }> = row_numbers::<BQ, 1>();
-        let there: Tile<bool, { [BQ, 1] }> =
-            lt_tile(member, broadcast_scalar(rows * group, shape![BQ, 1]));
-        let number_of: Tile<i32, { [BQ, 1] }> =
-            vector_numbers::<BQ, 1>(first_row, heads, kv_head, group);
-        let first_slot: i32 = first_page * page_size / 256;
-        for j in 0i32..turns {
-            let block: i32 = turn + j * grid.0;
-            let first: i32 = max(block * 4, low / 64);
-            let last: i32 = min(block * 4 + 4, ceil_div(high, 64i32));
-            let mut m: Tile<f32, { [1, BQ] }> = constant(-1.0e30f32, shape![1, BQ]);
-            let mut l: Tile<f32, { [64, BQ] }> = constant(0.0f32, shape![64, BQ]);
-            let mut o_even: Tile<f32, { [H, BQ] }> = constant(0.0f32, shape![H, BQ]);
-            let mut o_odd: Tile<f32, { [H, BQ] }> = constant(0.0f32, shape![H, BQ]);
-            for p in first..last {
-                let page: i32 = page_block::<PAGE>(tables, table_start, p, kv_heads, kv_head, free);
-                let k: Tile<i8, { [64, D] }> = load_bytes::<D, PAGE, LATENCY>(
-                    keys,
-                    tables,
-                    table_start,
-                    page,
-                    p * 64,
-                    low,
-                    high,
-                    page_size,
-                    pages,
-                    kv_heads,
-                    kv_head,
-                    head_bytes,
-                    free,
-                );
-                let k_scale: Tile<f32, { [64, 1] }> = load_page_scales::<64, 1, PAGE, LATENCY>(
-                    key_scales,
-                    tables,
-                    table_start,
-                    page,
-                    p * 64,
-                    low,
-                    high,
-                    page_size,
-                    pages,
-                    kv_heads,
-                    kv_head,
-                    free,
-                );
-                let v_scale: Tile<f32, { [64, 1] }> = load_page_scales::<64, 1, PAGE, LATENCY>(
-                    value_scales,
-                    tables,
-                    table_start,
-                    page,
-                    p * 64,
-                    low,
-                    high,
-                    page_size,
-                    pages,
-                    kv_heads,
-                    kv_head,
-                    free,
-                );
-                let mut even: Tile<E, { [64, H] }> = constant(E::ZERO, shape![64, H]);
-                let mut odd: Tile<E, { [64, H] }> = constant(E::ZERO, shape![64, H]);
-                if H < D {
-                    let v: Tile<E, { [64, H] }> = load_pairs::<E, H, PAGE, LATENCY>(
-                        pairs,
-                        tables,
-                        table_start,
-                        page,
-                        p * 64,
-                        low,
-                        high,
-                        page_size,
-                        pages,
-                        kv_heads,
-                        kv_head,
-                        head_bytes / 2,
-                        free,
-                    );
-                    even = first_bytes::<E, 64, H>(v);
-                    odd = second_bytes::<E, 64, H>(v);
-                } else {
-                    let v: Tile<i8, { [64, H] }> = load_bytes::<H, PAGE, LATENCY>(
-                        values,
+
+        // Blocks without keys make room at once: some other block of this kernel waits.
+        if turns > 0 {
+            let free: Token = start_early();
+            let member: Tile<i32, { [BQ, D] }> = row_numbers::<BQ, D>();
+            let lane: Tile<i32, { [BQ, D] }> = column_numbers::<BQ, D>();
+            let vector: Tile<i32, { [BQ, D] }> =
+                vector_numbers::<BQ, D>(first_row, heads, kv_head, group);
+            let live: Tile<bool, { [BQ, D] }> =
+                lt_tile(member, broadcast_scalar(rows * group, shape![BQ, D]))
+                    & lt_tile(lane, broadcast_scalar(head_bytes, shape![BQ, D]));
+            let offsets: Tile<i32, { [BQ, D] }> =
+                vector * broadcast_scalar(head_bytes, shape![BQ, D]) + lane;
+            let q: Tile<E, { [BQ, D] }> = load_queries::<E, BQ, D>(free, queries, offsets, live);
+            let q: Tile<f32, { [BQ, D] }> =
+                unsmoothed::<E, BQ, D>(q, factors, kv_head, head_bytes, free);
+            let largest: Tile<f32, { [BQ, 1] }> = largest::<BQ, D>(q);
+            let q_scale: Tile<f32, { [BQ, 1] }> =
+                activation_scales::<BQ>(largest) * broadcast_scalar(scale, shape![BQ, 1]);
+            let q: Tile<i8, { [BQ2, D] }> = two_bytes::<BQ, BQ2, D>(q, largest);
+            let q: Tile<i8, { [D, BQ2] }> = q.transpose();
+            let q_scale: Tile<f32, { [1, BQ] }> = q_scale.reshape(shape![1, BQ]);
+
+            // What each query sees.
+            let column: Tile<i32, { [64, BQ] }> = column_numbers::<64, BQ>();
+            let position: Tile<i32, { [64, BQ] }> =
+                broadcast_scalar(first_position, shape![64, BQ])
+                    + column / broadcast_scalar(group, shape![64, BQ]);
+            let one: Tile<i32, { [64, BQ] }> = constant(1i32, shape![64, BQ]);
+            let width: Tile<i32, { [64, BQ] }> = broadcast_scalar(window, shape![64, BQ]);
+            let lows: Tile<i32, { [64, BQ] }> = position + one - width;
+            let mut highs: Tile<i32, { [64, BQ] }> = position + one;
+            if causal == 0 {
+                highs = min_tile(broadcast_scalar(end, shape![64, BQ]), position + width);
+            }
+            let number: Tile<i32, { [64, BQ] }> = row_numbers::<64, BQ>();
+            let hidden: Tile<f32, { [64, BQ] }> = constant(f32::NEG_INFINITY, shape![64, BQ]);
+
+            let member: Tile<i32, { [BQ, 1] }> = row_numbers::<BQ, 1>();
+            let there: Tile<bool, { [BQ, 1] }> =
+                lt_tile(member, broadcast_scalar(rows * group, shape![BQ, 1]));
+            let number_of: Tile<i32, { [BQ, 1] }> =
+                vector_numbers::<BQ, 1>(first_row, heads, kv_head, group);
+            let first_slot: i32 = first_page * page_size / 256;
+            for j in 0i32..turns {
+                let block: i32 = turn + j * grid.0;
+                let first: i32 = max(block * 4, low / 64);
+                let last: i32 = min(block * 4 + 4, ceil_div(high, 64i32));
+                let mut m: Tile<f32, { [1, BQ] }> = constant(-1.0e30f32, shape![1, BQ]);
+                let mut l: Tile<f32, { [64, BQ] }> = constant(0.0f32, shape![64, BQ]);
+                let mut o_even: Tile<f32, { [H, BQ] }> = constant(0.0f32, shape![H, BQ]);
+                let mut o_odd: Tile<f32, { [H, BQ] }> = constant(0.0f32, shape![H, BQ]);
+                for p in first..last {
+                    let page: i32 =
+                        page_block::<PAGE>(tables, table_start, p, kv_heads, kv_head, free);
+                    let k: Tile<i8, { [64, D] }> = load_bytes::<D, PAGE, LATENCY>(
+                        keys,
                         tables,
                         table_start,
                         page,
@@ -461,84 +404,150 @@ pub mod attention_int8 {
                         head_bytes,
                         free,
                     );
-                    even = widened::<E, 64, H>(v);
-                }
-                let s: Tile<f32, { [64, BQ] }> = key_scores::<BQ, BQ2, D>(k, q);
-                let key: Tile<i32, { [64, BQ] }> =
-                    broadcast_scalar(p * 64, shape![64, BQ]) + number;
-                let seen: Tile<bool, { [64, BQ] }> = ge_tile(key, lows) & lt_tile(key, highs);
-                let s: Tile<f32, { [64, BQ] }> =
-                    select(seen, s * k_scale.broadcast(shape![64, BQ]), hidden);
-                let top: Tile<f32, { [BQ] }> = reduce_max(s, 0);
-                let top: Tile<f32, { [1, BQ] }> = max_tile(m, top.reshape(shape![1, BQ]) * q_scale);
-                let old: Tile<f32, { [1, BQ] }> = exp2(m - top, ftz::Enabled);
-                let below: Tile<f32, { [1, BQ] }> = negf(top);
-                let e: Tile<f32, { [64, BQ] }> = exp2(
-                    fma(
-                        s,
-                        q_scale.broadcast(shape![64, BQ]),
-                        below.broadcast(shape![64, BQ]),
+                    let k_scale: Tile<f32, { [64, 1] }> = load_page_scales::<64, 1, PAGE, LATENCY>(
+                        key_scales,
+                        tables,
+                        table_start,
+                        page,
+                        p * 64,
+                        low,
+                        high,
+                        page_size,
+                        pages,
+                        kv_heads,
+                        kv_head,
+                        free,
+                    );
+                    let v_scale: Tile<f32, { [64, 1] }> = load_page_scales::<64, 1, PAGE, LATENCY>(
+                        value_scales,
+                        tables,
+                        table_start,
+                        page,
+                        p * 64,
+                        low,
+                        high,
+                        page_size,
+                        pages,
+                        kv_heads,
+                        kv_head,
+                        free,
+                    );
+                    let mut even: Tile<E, { [64, H] }> = constant(E::ZERO, shape![64, H]);
+                    let mut odd: Tile<E, { [64, H] }> = constant(E::ZERO, shape![64, H]);
+                    if H < D {
+                        let v: Tile<E, { [64, H] }> = load_pairs::<E, H, PAGE, LATENCY>(
+                            pairs,
+                            tables,
+                            table_start,
+                            page,
+                            p * 64,
+                            low,
+                            high,
+                            page_size,
+                            pages,
+                            kv_heads,
+                            kv_head,
+                            head_bytes / 2,
+                            free,
+                        );
+                        even = first_bytes::<E, 64, H>(v);
+                        odd = second_bytes::<E, 64, H>(v);
+                    } else {
+                        let v: Tile<i8, { [64, H] }> = load_bytes::<H, PAGE, LATENCY>(
+                            values,
+                            tables,
+                            table_start,
+                            page,
+                            p * 64,
+                            low,
+                            high,
+                            page_size,
+                            pages,
+                            kv_heads,
+                            kv_head,
+                            head_bytes,
+                            free,
+                        );
+                        even = widened::<E, 64, H>(v);
+                    }
+                    let s: Tile<f32, { [64, BQ] }> = key_scores::<BQ, BQ2, D>(k, q);
+                    let key: Tile<i32, { [64, BQ] }> =
+                        broadcast_scalar(p * 64, shape![64, BQ]) + number;
+                    let seen: Tile<bool, { [64, BQ] }> = ge_tile(key, lows) & lt_tile(key, highs);
+                    let s: Tile<f32, { [64, BQ] }> =
+                        select(seen, s * k_scale.broadcast(shape![64, BQ]), hidden);
+                    let top: Tile<f32, { [BQ] }> = reduce_max(s, 0);
+                    let top: Tile<f32, { [1, BQ] }> =
+                        max_tile(m, top.reshape(shape![1, BQ]) * q_scale);
+                    let old: Tile<f32, { [1, BQ] }> = exp2(m - top, ftz::Enabled);
+                    let below: Tile<f32, { [1, BQ] }> = negf(top);
+                    let e: Tile<f32, { [64, BQ] }> = exp2(
+                        fma(
+                            s,
+                            q_scale.broadcast(shape![64, BQ]),
+                            below.broadcast(shape![64, BQ]),
+                            rounding::NearestEven,
+                            ftz::Disabled,
+                        ),
+                        ftz::Enabled,
+                    );
+                    l = fma(
+                        l,
+                        old.broadcast(shape![64, BQ]),
+                        e,
                         rounding::NearestEven,
                         ftz::Disabled,
-                    ),
-                    ftz::Enabled,
-                );
-                l = fma(
-                    l,
-                    old.broadcast(shape![64, BQ]),
-                    e,
-                    rounding::NearestEven,
-                    ftz::Disabled,
-                );
-                let weight: Tile<E, { [64, BQ] }> =
-                    convert_tile(e * v_scale.broadcast(shape![64, BQ]));
-                let old: Tile<f32, { [H, BQ] }> = old.broadcast(shape![H, BQ]);
-                o_even = mma(even.transpose(), weight, o_even * old);
-                if H < D {
-                    o_odd = mma(odd.transpose(), weight, o_odd * old);
+                    );
+                    let weight: Tile<E, { [64, BQ] }> =
+                        convert_tile(e * v_scale.broadcast(shape![64, BQ]));
+                    let old: Tile<f32, { [H, BQ] }> = old.broadcast(shape![H, BQ]);
+                    o_even = mma(even.transpose(), weight, o_even * old);
+                    if H < D {
+                        o_odd = mma(odd.transpose(), weight, o_odd * old);
+                    }
+                    m = top;
                 }
-                m = top;
-            }
-            let total: Tile<f32, { [1, BQ] }> = total_of_columns::<64, BQ>(l);
-            let o: Tile<f32, { [BQ, D] }> =
-                interleaved::<BQ, D, H>(o_even.transpose(), o_odd.transpose());
+                let total: Tile<f32, { [1, BQ] }> = total_of_columns::<64, BQ>(l);
+                let o: Tile<f32, { [BQ, D] }> =
+                    interleaved::<BQ, D, H>(o_even.transpose(), o_odd.transpose());
 
-            let slot: i32 = block - first_slot;
-            let place: Tile<i32, { [BQ, D] }> = vector
-                * broadcast_scalar(block_slots, shape![BQ, D])
-                + broadcast_scalar(slot, shape![BQ, D]);
-            let to: Tile<i32, { [BQ, D] }> =
-                place * broadcast_scalar(head_bytes, shape![BQ, D]) + lane;
-            let _stored: Token = store_ptr_tko(
-                addresses(outputs, to),
-                o,
-                ordering::Weak,
-                None::<scope::Device>,
-                Some(live),
-                Some(free),
-                Latency::<0>,
-            );
-            let to: Tile<i32, { [BQ, 1] }> = number_of
-                * broadcast_scalar(block_slots, shape![BQ, 1])
-                + broadcast_scalar(slot, shape![BQ, 1]);
-            let _stored: Token = store_ptr_tko(
-                addresses(maxima, to),
-                m.reshape(shape![BQ, 1]),
-                ordering::Weak,
-                None::<scope::Device>,
-                Some(there),
-                Some(free),
-                Latency::<0>,
-            );
-            let _stored: Token = store_ptr_tko(
-                addresses(weights, to),
-                total.reshape(shape![BQ, 1]),
-                ordering::Weak,
-                None::<scope::Device>,
-                Some(there),
-                Some(free),
-                Latency::<0>,
-            );
+                let slot: i32 = block - first_slot;
+                let place: Tile<i32, { [BQ, D] }> = vector
+                    * broadcast_scalar(block_slots, shape![BQ, D])
+                    + broadcast_scalar(slot, shape![BQ, D]);
+                let to: Tile<i32, { [BQ, D] }> =
+                    place * broadcast_scalar(head_bytes, shape![BQ, D]) + lane;
+                let _stored: Token = store_ptr_tko(
+                    addresses(outputs, to),
+                    o,
+                    ordering::Weak,
+                    None::<scope::Device>,
+                    Some(live),
+                    Some(free),
+                    Latency::<0>,
+                );
+                let to: Tile<i32, { [BQ, 1] }> = number_of
+                    * broadcast_scalar(block_slots, shape![BQ, 1])
+                    + broadcast_scalar(slot, shape![BQ, 1]);
+                let _stored: Token = store_ptr_tko(
+                    addresses(maxima, to),
+                    m.reshape(shape![BQ, 1]),
+                    ordering::Weak,
+                    None::<scope::Device>,
+                    Some(there),
+                    Some(free),
+                    Latency::<0>,
+                );
+                let _stored: Token = store_ptr_tko(
+                    addresses(weights, to),
+                    total.reshape(shape![BQ, 1]),
+                    ordering::Weak,
+                    None::<scope::Device>,
+                    Some(there),
+                    Some(free),
+                    Latency::<0>,
+                );
+            }
         }
     }
 
@@ -575,7 +584,7 @@ pub mod attention_int8 {
         window: i32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
-        let free: Token = start();
+        let free: Token = start_early();
         let meta: i32 = pid.0 * 8;
         let kv_head: i32 = pid.1;
         let first_row: i32 = scalar_at(free, groups, meta);

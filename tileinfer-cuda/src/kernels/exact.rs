@@ -38,6 +38,14 @@ pub mod exact {
         mulf(a, b, rounding::NearestEven, ftz::Disabled)
     }
 
+    /// `a / b`.
+    pub fn over<const R: i32, const C: i32>(
+        a: Tile<f32, { [R, C] }>,
+        b: Tile<f32, { [R, C] }>,
+    ) -> Tile<f32, { [R, C] }> {
+        divf(a, b, rounding::NearestEven, ftz::Disabled)
+    }
+
     /// A step of Horner's rule, `sum * x + c`, rounded twice.
     pub fn horner<const R: i32, const C: i32>(
         sum: Tile<f32, { [R, C] }>,

@@ -17,7 +17,8 @@ pub mod linear {
     use cutile::core::*;
 
     /// Up to a few hundred rows: the weight stands on the left, so that its rows fill the tensor core's 64.
-    /// Each block reduces one split; the last to finish a tile adds up its splits.
+    /// Each block reduces one split, whose first `FIRST` columns are one tile; the last to finish a tile adds up its
+    /// splits.
     /// Grid: (rows / BT, outputs / WIDTH, splits). `partials` holds every tile of every split, `tickets`
     /// a zero for every tile.
     #[cutile::entry(unchecked_accesses = true)]
@@ -31,6 +32,7 @@ pub mod linear {
         const ACT: i32,
         const HALVES: i32,
         const WIDTH: i32,
+        const FIRST: i32,
     >(
         y: *mut O,
         x: *mut E,
@@ -51,20 +53,31 @@ pub mod linear {
         let pid: (i32, i32, i32) = get_tile_block_id();
         let grid: (i32, i32, i32) = get_num_tile_blocks();
         let splits: i32 = grid.2;
-        let free: Token = start();
 
-        // No kernel writes weights: their first loads need not wait.
+        // No kernel writes weights: the first of them are fetched before the wait for the kernels that write `x`.
+        // (In the order of the text: the loads below `start` wait for it, whatever their tokens say.)
         let w_view: Tensor<E, { [-1, -1, -1] }> =
             page_pool(w, HALVES, width, k, new_token_unordered());
+        let w_first: Partition<E, { [HALVES, WIDTH, FIRST] }> =
+            w_view.partition(shape![HALVES, WIDTH, FIRST]);
+        let a: Tile<E, { [HALVES, WIDTH, FIRST] }> =
+            w_first.load([0i32, pid.1, pid.2 * (k_split / FIRST)]);
+        let a: Tile<E, { [BN, FIRST] }> = a.reshape(shape![BN, FIRST]);
+
+        let free: Token = start();
         let x_view: Tensor<E, { [-1, -1] }> = matrix(x, t, k, k, free);
+        let x_first: Partition<E, { [BT, FIRST] }> = x_view.partition(shape![BT, FIRST]);
+        let b: Tile<E, { [BT, FIRST] }> = x_first.load([pid.0, pid.2 * (k_split / FIRST)]);
+        let b: Tile<E, { [FIRST, BT] }> = b.transpose();
+        let nothing: Tile<f32, { [BN, BT] }> = constant(0.0f32, shape![BN, BT]);
+        let mut acc: Tile<f32, { [BN, BT] }> = mma(a, b, nothing);
+
         let w_part: Partition<E, { [HALVES, WIDTH, BK] }> =
             w_view.partition(shape![HALVES, WIDTH, BK]);
         let x_part: Partition<E, { [BT, BK] }> = x_view.partition(shape![BT, BK]);
-
         let first: i32 = pid.2 * (k_split / BK);
         let last: i32 = min(first + k_split / BK, ceil_div(k, BK));
-        let mut acc: Tile<f32, { [BN, BT] }> = constant(0.0f32, shape![BN, BT]);
-        for i in first..last {
+        for i in (first + FIRST / BK)..last {
             let a: Tile<E, { [HALVES, WIDTH, BK] }> =
                 w_part.load_pipelined::<LATENCY>([0i32, pid.1, i]);
             let a: Tile<E, { [BN, BK] }> = a.reshape(shape![BN, BK]);

@@ -22,7 +22,7 @@ pub mod linear_int8 {
         width: i32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
-        let free: Token = start();
+        let free: Token = start_early();
         let x_view: Tensor<E, { [-1, -1] }> = matrix(x, rows, width, width, free);
         let x_part: Partition<E, { [1, W] }> = x_view.partition(shape![1, W]);
         let x: Tile<E, { [1, W] }> = x_part.load([pid.0, 0i32]);
@@ -45,6 +45,7 @@ pub mod linear_int8 {
         const HALVES: i32,
         const WIDTH: i32,
         const BT2: i32,
+        const FIRST: i32,
     >(
         y: *mut O,
         x: *mut i8,
@@ -67,20 +68,32 @@ pub mod linear_int8 {
         let pid: (i32, i32, i32) = get_tile_block_id();
         let grid: (i32, i32, i32) = get_num_tile_blocks();
         let splits: i32 = grid.2;
-        let free: Token = start();
 
-        // No kernel writes weights: their first loads need not wait.
+        // No kernel writes weights: the first of them are fetched before the wait, as in `linear_few`.
         let w_view: Tensor<i8, { [-1, -1, -1] }> =
             page_pool(w, HALVES, width, depth, new_token_unordered());
+        let w_first: Partition<i8, { [HALVES, WIDTH, FIRST] }> =
+            w_view.partition(shape![HALVES, WIDTH, FIRST]);
+        let a: Tile<i8, { [HALVES, WIDTH, FIRST] }> =
+            w_first.load([0i32, pid.1, pid.2 * (k_split / FIRST)]);
+        let a: Tile<i8, { [BN, FIRST] }> = a.reshape(shape![BN, FIRST]);
+
+        let free: Token = start();
         let x_view: Tensor<i8, { [-1, -1, -1] }> = page_pool(x, 2i32, t, depth, free);
+        let x_first: Partition<i8, { [2, BT, FIRST] }> = x_view.partition(shape![2, BT, FIRST]);
+        let b: Tile<i8, { [2, BT, FIRST] }> =
+            x_first.load([0i32, pid.0, pid.2 * (k_split / FIRST)]);
+        let b: Tile<i8, { [BT2, FIRST] }> = b.reshape(shape![BT2, FIRST]);
+        let b: Tile<i8, { [FIRST, BT2] }> = b.transpose();
+        let nothing: Tile<i32, { [BN, BT2] }> = constant(0i32, shape![BN, BT2]);
+        let mut acc: Tile<i32, { [BN, BT2] }> = mma(a, b, nothing);
+
         let w_part: Partition<i8, { [HALVES, WIDTH, BK] }> =
             w_view.partition(shape![HALVES, WIDTH, BK]);
         let x_part: Partition<i8, { [2, BT, BK] }> = x_view.partition(shape![2, BT, BK]);
-
         let first: i32 = pid.2 * (k_split / BK);
         let last: i32 = min(first + k_split / BK, ceil_div(depth, BK));
-        let mut acc: Tile<i32, { [BN, BT2] }> = constant(0i32, shape![BN, BT2]);
-        for i in first..last {
+        for i in (first + FIRST / BK)..last {
             let a: Tile<i8, { [HALVES, WIDTH, BK] }> =
                 w_part.load_pipelined::<LATENCY>([0i32, pid.1, i]);
             let a: Tile<i8, { [BN, BK] }> = a.reshape(shape![BN, BK]);

@@ -125,8 +125,12 @@ kernels! {
     SURVEY = draw::survey(; maxima broken state logits table masks);
     SEARCH = draw::search(; state partials tickets logits maxima table);
     TIES = draw::ties(; counts state logits table);
-    SCORE = draw::score(; best place state counts logits maxima table);
-    CHOOSE = draw::choose(; best place maxima broken table);
+    SCORE = draw::score(; best ranks place weights state counts logits maxima table);
+    SPREAD = draw::spread(; drafted table);
+    TOTAL = draw::total(; sums weights drafted totals table);
+    REDRAW = draw::redraw(; best ranks place weights drafted totals rests logits table);
+    LIST = draw::list(; listed weights totals logits table);
+    CHOOSE = draw::choose(; best ranks place maxima broken weights totals table);
 }
 
 /// Everything the compiled code depends on that is not in a [`Variant`]: the text of the kernels.
@@ -164,7 +168,7 @@ pub struct Variant {
     /// Its element types.
     pub types: [Option<Type>; 2],
     /// Its tile sizes, in the order of its generic arguments; as many as are not 0 from the right.
-    pub sizes: [i32; 8],
+    pub sizes: [i32; 9],
     /// How many of `sizes` count.
     pub size_count: usize,
     /// Warps a block.
@@ -181,7 +185,7 @@ impl Variant {
         let mut variant = Variant {
             kernel,
             types: [None; 2],
-            sizes: [0; 8],
+            sizes: [0; 9],
             size_count: sizes.len(),
             warps: 4,
             occupancy: 2,
@@ -192,6 +196,13 @@ impl Variant {
         }
         variant.sizes[..sizes.len()].copy_from_slice(sizes);
         variant
+    }
+
+    /// With one more tile size.
+    pub fn and_size(mut self, size: i32) -> Self {
+        self.sizes[self.size_count] = size;
+        self.size_count += 1;
+        self
     }
 
     /// With other launch hints.
@@ -215,7 +226,7 @@ impl Variant {
     }
 
     /// A number of its own for each variant, quick to compare.
-    fn identity(&self) -> (usize, [Option<Type>; 2], [i32; 8], i32, i32, bool) {
+    fn identity(&self) -> (usize, [Option<Type>; 2], [i32; 9], i32, i32, bool) {
         let kernel = std::ptr::from_ref(self.kernel) as usize;
         (
             kernel,

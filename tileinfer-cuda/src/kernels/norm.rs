@@ -31,7 +31,7 @@ pub mod norm {
         eps: f32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
-        let free: Token = start();
+        let free: Token = start_early();
         let x_view: Tensor<X, { [-1, -1] }> = matrix(x, rows, width, width, free);
         let x_part: Partition<X, { [R, W] }> = x_view.partition(shape![R, W]);
         let value: Tile<X, { [R, W] }> = x_part.load([pid.0, 0i32]);

@@ -284,9 +284,12 @@ pub mod rope {
         eps: f32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
-        let free: Token = start();
+        // No kernel writes the arrays that describe a step: they are read before the wait.
+        let given: Token = new_token_unordered();
         let row: i32 = pid.1;
-        let position: i32 = scalar_at(free, positions, row);
+        let position: i32 = scalar_at(given, positions, row);
+        let slot: i32 = scalar_at(given, slots, row);
+        let free: Token = start_early();
         let width: i32 = (heads + 2 * kv_heads) * head_dim;
         let q_blocks: i32 = ceil_div(heads, HB);
         let kv_blocks: i32 = ceil_div(kv_heads, HB);
@@ -323,7 +326,6 @@ pub mod rope {
                 eps,
             );
         } else {
-            let slot: i32 = scalar_at(free, slots, row);
             let page: i32 = slot / page_size;
             let offset: i32 = slot % page_size;
             let mut turn: i32 = pid.0 - q_blocks;
@@ -397,7 +399,7 @@ pub mod rope {
         head_dim: i32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
-        let free: Token = start();
+        let free: Token = start_early();
         let position: i32 = scalar_at(free, positions, pid.1);
         let first: i32 = pid.0 * HB;
         let scale: f32 = scale_at(free, query_scale, position, scaled);
@@ -446,7 +448,7 @@ pub mod rope {
         page_size: i32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
-        let free: Token = start();
+        let free: Token = start_early();
         let slot: i32 = scalar_at(free, slots, pid.1);
         let page: i32 = slot / page_size;
         let offset: i32 = slot % page_size;

@@ -65,15 +65,28 @@ pub mod views {
     }
 
     /// Waits for the kernels before this one and what they wrote, then lets the next kernel begin to start: every
-    /// access to memory is ordered after the token. Kernels of one step follow each other closely, so that the
-    /// start of one hides behind the end of the one before it.
+    /// access to memory that kernels write is ordered after the token. Kernels of one step follow each other closely,
+    /// so that the start of one, and what it fetches before it waits, hides behind the end of the one before it.
     ///
     /// # Safety
-    /// The first thing in every kernel: what comes after a kernel relies on all before it being done.
+    /// Every kernel has this or [`start_early`](views), in at least one of its blocks: what comes after a kernel relies
+    /// on all before it being done. Above it in the text stand only loads of what no kernel of a step writes: weights,
+    /// and the arrays that describe a step.
     pub unsafe fn start() -> Token {
         let ready: Token = gdc_wait_tko(None);
         let signalled: Token = gdc_launch_dependents_tko(Some(ready));
         signalled
+    }
+
+    /// The same in a kernel of few blocks, which leave the next one room: it may begin to start while this one still
+    /// waits. Where several such kernels follow each other, the product after them fetches weights meanwhile.
+    ///
+    /// # Safety
+    /// As for [`start`](views).
+    pub unsafe fn start_early() -> Token {
+        let signalled: Token = gdc_launch_dependents_tko(None);
+        let ready: Token = gdc_wait_tko(Some(signalled));
+        ready
     }
 
     /// The number at `base[index]`.

@@ -713,7 +713,7 @@ impl<B: Backend> Suite<B> {
 
     /// Samples are the host's, row by row, and the next step finds them on the device.
     fn samples(&self) {
-        let (rows, vocabulary) = (9, 300);
+        let (rows, vocabulary) = (13, 300);
         let mut numbers = self.seed(21);
         let values = numbers.normals(rows * vocabulary, 3.0, ComputeType::F32);
         let mut logits = self.blank(&self.backend, Element::F32, rows, vocabulary);
@@ -757,6 +757,22 @@ impl<B: Backend> Suite<B> {
         };
         let mut mask = TokenMask::none(vocabulary);
         (100..110).for_each(|id| mask.allow(id));
+        // Row `row` verifies the draft of rank `rank` of what is drawn from in row `other`.
+        let verify = |row: usize, other: usize, rank: usize| {
+            let sampler = sampler(&drawn, row as u64);
+            let drafter = RowSampler {
+                draw: Draw::Draft,
+                ..sampler.clone()
+            };
+            let logits = &values[other * vocabulary..][..vocabulary];
+            let from = drafter.sample(logits).unwrap().drawn_from.unwrap();
+            let other = (0..).find(|id| !from.ids.contains(id)).unwrap();
+            let draft = from.ids.get(rank).copied().unwrap_or(other);
+            Some(RowSampler {
+                draw: Draw::Verify { draft, from },
+                ..sampler
+            })
+        };
         let samplers = [
             Some(sampler(&greedy, 5)),
             None,
@@ -782,6 +798,14 @@ impl<B: Backend> Suite<B> {
                 },
                 ..sampler(&biased, 12)
             }),
+            Some(RowSampler {
+                draw: Draw::Draft,
+                ..sampler(&greedy, 13)
+            }),
+            // A draft that cannot stay, one that does, and one that was drawn from something else.
+            verify(10, 10, usize::MAX),
+            verify(11, 11, 1),
+            verify(12, 0, 0),
         ];
         let layout = layout(&[(0, rows)], 4, 16);
         let mut step = self.step(&self.backend, &layout);

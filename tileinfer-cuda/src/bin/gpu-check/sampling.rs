@@ -8,7 +8,7 @@ use tileinfer::sampling::{
     Distribution, Draw, RowSampler, Sampled, SamplingParams, TokenCounts, TokenMask,
 };
 use tileinfer_cuda::CudaBackend;
-use tileinfer_cuda::sampling::SamplePlan;
+use tileinfer_cuda::sampling::{SamplePlan, list_bytes};
 
 use super::Checker;
 
@@ -76,7 +76,13 @@ impl Checker {
                 }
             }
             let samplers: Vec<Option<RowSampler>> = (0..rows)
-                .map(|_| Some(self.sampler(group, width)))
+                .map(|row| {
+                    let mut sampler = self.sampler(group, width);
+                    let other = self.of(&[row, row, (row + 1) % rows]);
+                    let logits = &logits[other * width..][..width];
+                    sampler.draw = self.draw(&sampler, logits);
+                    Some(sampler)
+                })
                 .collect();
             backend.upload(&mut tensor, 0, &logits)?;
             backend.sample(&mut step, &tensor, &samplers)?;
@@ -204,26 +210,54 @@ impl Checker {
             position: self.next() >> self.of(&[20, 45, 60]),
             vocabulary,
             top_logprobs: (group == "all of it" && self.below(40) == 0).then_some(2),
-            draw: match self.below(80) {
-                0 if group == "all of it" => Draw::Draft,
-                1 if group == "all of it" => Draw::Verify {
-                    draft: 1,
-                    from: Arc::new(Distribution::one_hot(1)),
-                },
-                _ => Draw::Token,
-            },
+            draw: Draw::Token,
         }
     }
 
-    /// What sampling takes at the size of a real vocabulary.
+    /// What a token is drawn for: in half of the rows the text, else it is a draft or stands in place of one, which
+    /// was drawn from `logits` or is any.
+    fn draw(&mut self, sampler: &RowSampler, logits: &[f32]) -> Draw {
+        let kind = self.below(4);
+        if kind < 2 {
+            return Draw::Token;
+        }
+        if kind == 2 {
+            return Draw::Draft;
+        }
+        let mut drafter = RowSampler {
+            draw: Draw::Draft,
+            ..sampler.clone()
+        };
+        if self.below(2) == 0 {
+            let mut params = SamplingParams::clone(&sampler.params);
+            params.temperature *= 0.8;
+            drafter.params = Arc::new(params);
+        }
+        let any = self.below(logits.len() + 3) as u32;
+        let from = match drafter.sample(logits) {
+            Ok(drafted) if self.below(8) > 0 => drafted.drawn_from,
+            _ => None,
+        };
+        let from = from.unwrap_or_else(|| Arc::new(Distribution::one_hot(any)));
+        let draft = match self.below(5) {
+            0 => any,
+            _ => from.ids[self.below(from.ids.len())],
+        };
+        Draw::Verify { draft, from }
+    }
+
+    /// What sampling takes at the size of a real vocabulary: of a token, a draft and a draft's verification.
     pub(super) fn sampling_times(&mut self) -> Result<()> {
         let width = 151_936;
         for rows in [1, 16, 64] {
             let logits: Vec<f32> = (0..rows * width)
                 .map(|_| (self.next() >> 40) as f32 * (24.0 / (1 << 24) as f32))
                 .collect();
+            let row = logits[..width].to_vec();
             let logits = self.array(super::Type::F32, &logits)?;
             let tokens = self.integers(&vec![0; rows])?;
+            let lists = list_bytes(rows, width);
+            let lists = self.ops.device().alloc("lists", lists)?;
             let mut line = format!("{rows} rows of {width} logits:");
             for (name, top_k, top_p) in [
                 ("temperature", 0, 1.0),
@@ -237,19 +271,36 @@ impl Checker {
                     top_p,
                     ..SamplingParams::default()
                 };
-                let sampler = RowSampler {
-                    params: Arc::new(params),
-                    ..self.sampler("temperature", width)
+                let sampler = |draw| RowSampler {
+                    params: Arc::new(params.clone()),
+                    counts: None,
+                    drafts: Vec::new(),
+                    mask: None,
+                    seed: 5,
+                    position: 7,
+                    vocabulary: width,
+                    top_logprobs: None,
+                    draw,
                 };
-                let plan = SamplePlan::new(&vec![Some(sampler); rows], width);
-                let mut words = vec![0; plan.words()];
-                plan.write(&mut words);
-                let words = self.integers(&words)?;
-                let (tokens, logits, words) = (tokens.at(), logits.at(), words.at());
-                let time = self.time(8, |_| {
-                    self.ops.sample(tokens, logits, [rows, width], &plan, words)
-                })?;
-                line += &format!(" {name} {time:.1} us,");
+                let drafted = sampler(Draw::Draft).sample(&row)?;
+                let verify = Draw::Verify {
+                    draft: drafted.token,
+                    from: drafted.drawn_from.unwrap_or_default(),
+                };
+                line += &format!(" {name}");
+                for draw in [Draw::Token, Draw::Draft, verify] {
+                    let plan = SamplePlan::new(&vec![Some(sampler(draw)); rows], width);
+                    let mut words = vec![0; plan.words()];
+                    plan.write(&mut words);
+                    let words = self.integers(&words)?;
+                    let (logits, words) = (logits.at(), words.at());
+                    let to = [tokens.at(), lists.address()];
+                    let time = self.time(8, |_| {
+                        self.ops.sample(to, logits, [rows, width], &plan, words)
+                    })?;
+                    line += &format!(" {time:.1}");
+                }
+                line += " us,";
             }
             println!("{}", line.trim_end_matches(','));
         }
