@@ -1147,7 +1147,7 @@ pub fn catalog() -> Vec<Variant> {
                 }
             }
         }
-        for head_dim in [16, 32, 64, 128, 256] {
+        for head_dim in [8, 16, 32, 64, 128, 256] {
             let pages = [(PAGE, false), (PAGE, true), (4, false), (4, true)];
             for (page_size, int8) in pages
                 .into_iter()
