@@ -130,7 +130,7 @@ pub fn hot() -> Vec<Variant> {
 
 /// Kernels that are known to keep some registers in local memory, and how many bytes a thread at most: more is a
 /// step back.
-const KNOWN_STACKS: [(&str, &str, usize); 13] = [
+const KNOWN_STACKS: [(&str, &str, usize); 11] = [
     // The sums of a split and those of all before it do not fit together.
     (
         "sm_90",
@@ -151,44 +151,38 @@ const KNOWN_STACKS: [(&str, &str, usize); 13] = [
     // Int8 caches.
     (
         "sm_90",
-        "attend_split<bf16,16,64,64,2,1>-w4-o4-aligned",
-        376,
-    ),
-    ("sm_90", "attend_split<bf16,32,64,64,2,1>-w4-o2-aligned", 8),
-    (
-        "sm_90",
-        "attend_split<bf16,16,128,64,2,1>-w4-o4-aligned",
-        296,
+        "attend_split_int8<bf16,16,64,64,2,32,64>-w4-o4-aligned",
+        32,
     ),
     (
         "sm_90",
-        "attend_split<bf16,32,128,64,2,1>-w4-o2-aligned",
-        104,
+        "attend_split_int8<bf16,16,128,64,2,32,64>-w4-o4-aligned",
+        32,
     ),
     (
         "sm_90",
-        "attend_whole<bf16,64,128,64,2,1>-w4-o2-aligned",
-        40,
+        "attend_whole_int8<bf16,64,128,64,2,128,64>-w4-o2-aligned",
+        240,
     ),
     (
         "sm_100",
-        "attend_whole<bf16,64,64,64,2,1>-w4-o2-aligned",
-        96,
+        "attend_split_int8<bf16,16,128,64,2,32,64>-w4-o4-aligned",
+        112,
     ),
     (
         "sm_100",
-        "attend_split<bf16,16,128,64,2,1>-w4-o4-aligned",
-        144,
+        "attend_split_int8<bf16,16,64,64,2,32,64>-w4-o4-aligned",
+        72,
     ),
     (
         "sm_100",
-        "attend_split<bf16,32,128,64,2,1>-w4-o2-aligned",
-        8,
+        "attend_whole_int8<bf16,64,128,64,2,128,64>-w4-o2-aligned",
+        648,
     ),
     (
         "sm_100",
-        "attend_whole<bf16,64,128,64,2,1>-w4-o2-aligned",
-        592,
+        "attend_whole_int8<bf16,64,64,64,2,128,64>-w4-o2-aligned",
+        168,
     ),
 ];
 
