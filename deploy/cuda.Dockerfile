@@ -3,6 +3,7 @@
 #
 #   cargo xtask kernels --arch sm_90
 #   TILEINFER_PACK_DIR=target/kernels cargo build --release --locked --package tileinfer-cli --features cuda
+#   strip --strip-debug target/release/tileinfer
 #   docker build -f deploy/cuda.Dockerfile -t tileinfer-cuda target/release
 #   docker run --gpus all -p 8080:8080 -v models:/models tileinfer-cuda Qwen/Qwen3-8B
 #

@@ -221,6 +221,8 @@ struct Offsets {
 #[derive(Debug)]
 pub struct CudaGraph {
     recording: Recording,
+    /// What it launches lives as long as it does: dropped after it.
+    _ops: Arc<Ops>,
     step: Recorded,
 }
 
@@ -1560,6 +1562,7 @@ impl Backend for CudaBackend {
         self.recording.store(false, Ordering::Relaxed);
         Ok(CudaGraph {
             recording: recording?,
+            _ops: self.ops.clone(),
             step,
         })
     }

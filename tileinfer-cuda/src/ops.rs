@@ -1147,7 +1147,8 @@ pub fn catalog() -> Vec<Variant> {
                 }
             }
         }
-        for head_dim in [16, 32, 64, 128, 256] {
+        // 8 and 24 are for tests: bytes of such heads are not aligned.
+        for head_dim in [8, 16, 24, 32, 64, 128, 256] {
             let pages = [(PAGE, false), (PAGE, true), (4, false), (4, true)];
             for (page_size, int8) in pages
                 .into_iter()
@@ -1313,6 +1314,37 @@ mod tests {
                 let tiles = n.div_ceil(64) * count;
                 assert!(count == 1 || tiles <= MOST_SPLIT_TILES, "{n} x {k}");
                 assert_eq!(splits(Type::F32, n, k).0, 1);
+            }
+        }
+    }
+
+    /// What the conformance suite launches is too.
+    #[test]
+    fn the_pack_holds_what_the_suite_attends_with() {
+        let catalog: HashSet<Variant> = catalog().into_iter().collect();
+        for (heads, kv_heads, head_dim) in [
+            (1, 1, 8),
+            (3, 1, 24),
+            (8, 2, 16),
+            (4, 4, 64),
+            (9, 3, 64),
+            (4, 1, 128),
+        ] {
+            for kind in [Type::Bf16, Type::F32] {
+                for (page_size, int8) in [(PAGE, false), (PAGE, true), (4, false), (4, true)] {
+                    let group = HeadGroup {
+                        queries: heads / kv_heads,
+                        head_dim,
+                        int8,
+                    };
+                    let tiles = attention_tiles(kind, group);
+                    for (whole, tile) in [(false, tiles[0]), (false, tiles[1]), (true, tiles[2])] {
+                        let variant =
+                            attention_variant(kind, whole, tile, head_dim, page_size, int8);
+                        assert!(catalog.contains(&variant), "{variant}");
+                    }
+                    assert!(catalog.contains(&fold_variant(kind, head_dim)));
+                }
             }
         }
     }

@@ -253,16 +253,6 @@ pub(crate) fn kernels_for(root: &Path, arch: &[&str]) -> Result<()> {
     kernels(root, &arguments)
 }
 
-/// Compile what models launch usually for another architecture, into a folder of its own.
-pub(crate) fn usual_kernels_for(root: &Path, arch: &str) -> Result<()> {
-    let arguments = KernelArguments {
-        arch: vec![arch.to_owned()],
-        out: Some(root.join("target/usual-kernels")),
-        usual: true,
-    };
-    kernels(root, &arguments)
-}
-
 #[derive(clap::Args)]
 pub(crate) struct SassArguments {
     /// Architectures, separated by commas
@@ -274,15 +264,15 @@ pub(crate) struct SassArguments {
 pub(crate) fn sass(root: &Path, arguments: &SassArguments) -> Result<()> {
     let arch: Vec<&str> = arguments.arch.iter().map(String::as_str).collect();
     kernels_for(root, &arch)?;
-    sass_of(root, "target/kernels", &arch)
+    sass_of(root, &arch)
 }
 
-/// The same for packs that are there, in a folder of the workspace.
-pub(crate) fn sass_of(root: &Path, folder: &str, arch: &[&str]) -> Result<()> {
+/// The same for packs that are there.
+pub(crate) fn sass_of(root: &Path, arch: &[&str]) -> Result<()> {
     let mut build = cargo(root);
     build.args(["run", "--package", "tileinfer-cuda", "--bin"]);
     build.args(["tileinfer-sass", "--"]);
-    build.arg(toolchain(root)).arg(root.join(folder));
+    build.arg(toolchain(root)).arg(root.join("target/kernels"));
     run(build.args(arch))
 }
 
