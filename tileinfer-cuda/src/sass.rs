@@ -1,8 +1,8 @@
 //! The machine code of the kernels that a step spends its time in, held against what it is meant to be: operands
-//! fetched in bulk, products by the tensor core's own instructions, nothing spilled. It reads what NVIDIA's
+//! fetched in bulk, weights before the wait, products by the tensor core's own instructions, nothing spilled. It reads what NVIDIA's
 //! `nvdisasm` and `cuobjdump` print and needs no GPU; it does not know how fast anything is.
 
-use crate::kernels::{Type, Variant};
+use crate::kernels::{self, Type, Variant};
 use crate::ops::{self, HeadGroup, LinearShape, PAGE, Then};
 
 /// Instructions of a kernel by what they do.
@@ -14,6 +14,9 @@ pub struct Counts {
     pub warp_products: usize,
     /// Tiles fetched by the tensor memory accelerator: `UTMALDG`, `UBLKCP`.
     pub bulk: usize,
+    /// Those of them that the warp which fetches for the others (it gives its registers away first: sm_90) asks for
+    /// before it waits for anything.
+    pub ahead: usize,
     /// Loads of 128 bits a thread, to registers or shared memory: `LDG` and `LDGSTS` with `.128`.
     pub wide: usize,
     /// Other loads of global memory.
@@ -36,8 +39,16 @@ pub struct Resources {
 /// Counts the instructions that `nvdisasm -c` lists.
 pub fn count(listing: &str) -> Counts {
     let mut counts = Counts::default();
+    let mut fetching = None;
     for name in listing.lines().filter_map(instruction) {
         let is = |start: &str| name.starts_with(start);
+        if is("USETMAXREG.DEALLOC") && fetching.is_none() {
+            fetching = Some(true);
+        } else if is("SYNCS.PHASECHK") && fetching.is_some() {
+            fetching = Some(false);
+        } else if is("UTMALDG") && fetching == Some(true) {
+            counts.ahead += 1;
+        }
         let to = if is("HGMMA") || is("IGMMA") || is("UTCHMMA") || is("UTCIMMA") {
             &mut counts.products
         } else if is("HMMA") || is("IMMA") {
@@ -203,6 +214,12 @@ pub fn faults(
     if counts.bulk == 0 {
         faults.push("no tile is fetched by the tensor memory accelerator".to_owned());
     }
+    let streams = [&kernels::LINEAR_FEW, &kernels::FEW_INT8]
+        .iter()
+        .any(|&few| std::ptr::eq(variant.kernel, few));
+    if streams && arch == "sm_90" && counts.ahead == 0 {
+        faults.push("its first weights are fetched after the wait".to_owned());
+    }
     let name = variant.to_string();
     let known = KNOWN_STACKS
         .iter()
@@ -242,6 +259,10 @@ mod tests {
         /*01b0*/                   STL.128 [R1+0x10], R4 ;
         /*01c0*/                   LDL R4, [R1] ;
         /*01d0*/                   EXIT;
+        /*01e0*/                   USETMAXREG.DEALLOC.CTAPOOL 0x20 ;
+        /*01f0*/                   UTMALDG.3D [UR32], [UR22], desc[URZ] ;
+        /*0200*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR13+0x120f8], R3 ;
+        /*0210*/                   UTMALDG.2D [UR32], [UR6], desc[URZ] ;
         // a note on HGMMA
 ";
 
@@ -251,7 +272,8 @@ mod tests {
         let expected = Counts {
             products: 2,
             warp_products: 1,
-            bulk: 2,
+            bulk: 4,
+            ahead: 1,
             wide: 2,
             narrow: 2,
             spills: 2,
@@ -285,6 +307,7 @@ Resource usage:
         let good = Counts {
             products: 8,
             bulk: 4,
+            ahead: 2,
             ..Counts::default()
         };
         let none = Resources::default();
@@ -313,6 +336,7 @@ Resource usage:
             1
         );
         assert_eq!(wrong(Counts { bulk: 0, ..good }, none), 1);
+        assert_eq!(wrong(Counts { ahead: 0, ..good }, none), 1);
         assert_eq!(wrong(good, Resources { stack: 8, ..none }), 1);
     }
 

@@ -44,7 +44,7 @@ fn check(toolkit: &Path, folder: &Path, arch: &str) -> Result<usize> {
         )));
     }
     println!("{}", path.display());
-    println!("registers  shared B  products  bulk  wide  narrow  spills  stack B  kernel");
+    println!("registers  shared B  products  bulk  ahead  wide  narrow  spills  stack B  kernel");
     let mut wrong = 0;
     for variant in sass::hot() {
         let name = variant.to_string();
@@ -56,11 +56,12 @@ fn check(toolkit: &Path, folder: &Path, arch: &str) -> Result<usize> {
         };
         let (counts, resources) = disassemble(toolkit, &name, &cubin)?;
         println!(
-            "{:9}  {:8}  {:8}  {:4}  {:4}  {:6}  {:6}  {:7}  {name}",
+            "{:9}  {:8}  {:8}  {:4}  {:5}  {:4}  {:6}  {:6}  {:7}  {name}",
             resources.registers,
             resources.shared,
             counts.products,
             counts.bulk,
+            counts.ahead,
             counts.wide,
             counts.narrow,
             counts.spills,
