@@ -389,10 +389,9 @@ pub fn attention_variant(
     let page = if page_size == PAGE { PAGE as i32 } else { 0 };
     let (queries, width) = (tile.queries as i32, head_width(head_dim));
     let mut sizes = vec![queries, width, page, tile.latency];
-    let (kernel, together) = if bytes_meet(kind, int8) {
-        // Values of wide heads are two products.
-        let values = if width >= 128 { width / 2 } else { width };
-        sizes.extend([2 * queries, values]);
+    let (kernel, together) = if bytes_meet(kind, int8, head_dim) {
+        // Values are two products.
+        sizes.extend([2 * queries, width / 2]);
         let kernel = [&kernels::SPLIT_INT8, &kernels::WHOLE_INT8];
         (kernel[usize::from(whole)], 16)
     } else {
@@ -405,9 +404,10 @@ pub fn attention_variant(
         .aligned(head_dim.is_multiple_of(together))
 }
 
-/// Whether scores are products of bytes: in bfloat16 over an int8 cache. In f32 queries stay as they are.
-fn bytes_meet(kind: Type, int8: bool) -> bool {
-    int8 && kind == Type::Bf16
+/// Whether scores are products of bytes: in bfloat16 over an int8 cache, for the heads that kernel was measured and
+/// proved with. Of others bytes are widened, and so they are in f32, where queries stay as they are.
+fn bytes_meet(kind: Type, int8: bool, head_dim: usize) -> bool {
+    int8 && kind == Type::Bf16 && head_dim == 128
 }
 
 /// The kernel that folds what split attention leaves.
@@ -445,11 +445,9 @@ pub fn attention_tiles(kind: Type, group: HeadGroup) -> [AttentionTile; 3] {
     match kind {
         Type::F32 => [tile(16, 2); 3],
         // H200, 32 query and 8 kv heads of 128: one row at 32768 positions 22 us with 8 queries, 26 with 16, 51 with 32.
-        Type::Bf16 if group.int8 && group.head_dim > 64 => {
-            let wide = if group.head_dim > 128 { 2 } else { 4 };
-            [tile(8, 4), tile(16, wide), tile(64, 2)]
+        Type::Bf16 if bytes_meet(kind, group.int8, group.head_dim) => {
+            [tile(8, 4), tile(16, 4), tile(64, 2)]
         }
-        Type::Bf16 if group.int8 && group.head_dim > 32 => [tile(16, 4), tile(16, 4), tile(64, 2)],
         // H200, 32 query and 8 kv heads of 128: one row at 4096 positions 11.6 us, at 32768 50 us.
         Type::Bf16 => [tile(16, 4), tile(32, 2), tile(64, 2)],
     }
@@ -970,7 +968,7 @@ impl Ops {
             plan.window.min(1 << 30).into(),
         ];
         let lists = [step.tables, groups.address].map(Argument::from);
-        let pools = if bytes_meet(kind, pools.int8()) {
+        let pools = if bytes_meet(kind, pools.int8(), head_dim) {
             pools.byte_arguments().to_vec()
         } else {
             pools.arguments().to_vec()
@@ -1146,8 +1144,7 @@ pub fn catalog() -> Vec<Variant> {
                 }
             }
         }
-        // 8 and 24 are for tests: bytes of such heads are not aligned.
-        for head_dim in [8, 16, 24, 32, 64, 128, 256] {
+        for head_dim in [16, 32, 64, 128, 256] {
             let pages = [(PAGE, false), (PAGE, true), (4, false), (4, true)];
             for (page_size, int8) in pages
                 .into_iter()

@@ -118,20 +118,18 @@ pub fn hot() -> Vec<Variant> {
             all.extend([shape, shape.int8(true)].map(|shape| ops::linear_plan(&shape).variant));
         }
     }
-    for head_dim in [64, 128] {
-        for int8 in [false, true] {
-            let group = HeadGroup {
-                queries: 4,
-                head_dim,
-                int8,
-            };
-            let [few, more, many] = ops::attention_tiles(Type::Bf16, group);
-            for (whole, tile) in [(false, few), (false, more), (true, many)] {
-                let kind = Type::Bf16;
-                all.push(ops::attention_variant(
-                    kind, whole, tile, head_dim, PAGE, int8,
-                ));
-            }
+    for (head_dim, int8) in [(64, false), (128, false), (128, true)] {
+        let group = HeadGroup {
+            queries: 4,
+            head_dim,
+            int8,
+        };
+        let [few, more, many] = ops::attention_tiles(Type::Bf16, group);
+        for (whole, tile) in [(false, few), (false, more), (true, many)] {
+            let kind = Type::Bf16;
+            all.push(ops::attention_variant(
+                kind, whole, tile, head_dim, PAGE, int8,
+            ));
         }
     }
     let mut seen = std::collections::HashSet::new();
@@ -141,7 +139,7 @@ pub fn hot() -> Vec<Variant> {
 
 /// Kernels that are known to keep some registers in local memory, and how many bytes a thread at most: more is a
 /// step back.
-const KNOWN_STACKS: [(&str, &str, usize); 11] = [
+const KNOWN_STACKS: [(&str, &str, usize); 8] = [
     // The sums of a split and those of all before it do not fit together.
     (
         "sm_90",
@@ -162,11 +160,6 @@ const KNOWN_STACKS: [(&str, &str, usize); 11] = [
     // Int8 caches.
     (
         "sm_90",
-        "attend_split_int8<bf16,16,64,64,2,32,64>-w4-o4-aligned",
-        32,
-    ),
-    (
-        "sm_90",
         "attend_split_int8<bf16,16,128,64,2,32,64>-w4-o4-aligned",
         32,
     ),
@@ -182,18 +175,8 @@ const KNOWN_STACKS: [(&str, &str, usize); 11] = [
     ),
     (
         "sm_100",
-        "attend_split_int8<bf16,16,64,64,2,32,64>-w4-o4-aligned",
-        72,
-    ),
-    (
-        "sm_100",
         "attend_whole_int8<bf16,64,128,64,2,128,64>-w4-o2-aligned",
         648,
-    ),
-    (
-        "sm_100",
-        "attend_whole_int8<bf16,64,64,64,2,128,64>-w4-o2-aligned",
-        168,
     ),
 ];
 
