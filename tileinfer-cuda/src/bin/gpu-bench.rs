@@ -188,7 +188,7 @@ fn run(
         .filter(|(_, (name, _))| asked(name))
     {
         bench.step(name, spans)?;
-        if profile && (only.is_some() || [0, 9, 10, 15].contains(&i)) {
+        if profile && (only.is_some() || [0, 9, 10, steps.len() - 1].contains(&i)) {
             bench.profile(name, spans)?;
         }
     }
