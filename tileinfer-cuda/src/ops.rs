@@ -1318,14 +1318,7 @@ mod tests {
     #[test]
     fn the_pack_holds_what_the_suite_attends_with() {
         let catalog: HashSet<Variant> = catalog().into_iter().collect();
-        for (heads, kv_heads, head_dim) in [
-            (1, 1, 8),
-            (3, 1, 24),
-            (8, 2, 16),
-            (4, 4, 64),
-            (9, 3, 64),
-            (4, 1, 128),
-        ] {
+        for (heads, kv_heads, head_dim) in tileinfer::testing::ATTENTION_HEADS {
             for kind in [Type::Bf16, Type::F32] {
                 for (page_size, int8) in [(PAGE, false), (PAGE, true), (4, false), (4, true)] {
                     let group = HeadGroup {

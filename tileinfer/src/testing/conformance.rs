@@ -45,6 +45,16 @@ struct Suite<B> {
     kind: ComputeType,
 }
 
+/// Heads, kv heads and values a head that attention is checked with.
+pub const ATTENTION_HEADS: [(usize, usize, usize); 6] = [
+    (1, 1, 8),
+    (3, 1, 24),
+    (8, 2, 16),
+    (4, 4, 64),
+    (9, 3, 64),
+    (4, 1, 128),
+];
+
 /// A step layout whose spans have the given (start, rows), with pages scattered on purpose.
 pub(crate) fn layout(spans: &[(usize, usize)], page_size: usize, pages: usize) -> StepLayout {
     let width = spans
@@ -569,14 +579,7 @@ impl<B: Backend> Suite<B> {
             Mask::BlockVisible,
             Mask::BlockWindow(20),
         ];
-        for (heads, kv_heads, head_dim) in [
-            (1, 1, 8),
-            (3, 1, 24),
-            (8, 2, 16),
-            (4, 4, 64),
-            (9, 3, 64),
-            (4, 1, 128),
-        ] {
+        for (heads, kv_heads, head_dim) in ATTENTION_HEADS {
             for (page_size, spans) in [
                 (4, vec![(0, 1)]),
                 (4, vec![(7, 5), (0, 9), (30, 1)]),
