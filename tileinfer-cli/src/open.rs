@@ -252,6 +252,7 @@ pub(crate) fn open(
     let start = Instant::now();
     // Before the weights are mapped: they are part of the plan, and of what a limit on the address space counts.
     let device = Device::choose(place, voice)?;
+    voice.took("opening the device", start);
     let purpose = purpose.on(&device);
     let available = device.available()?;
     let config = ModelConfig::from_dir(dir)?;
@@ -269,8 +270,10 @@ pub(crate) fn open(
     };
     let drafter = purpose.spec.map(|spec| spec.read(dir, &config, keep));
     let drafter = drafter.transpose()?.flatten();
+    let mapped = Instant::now();
     let host = HostModel::load(&config, &checkpoint, keep)?;
     bar.finish_and_clear();
+    voice.took("finding the weights", mapped);
     if let Ok(Some(scheme)) = Int8Scheme::of(&config) {
         voice.note(&format!("the checkpoint holds {scheme}"));
     }
@@ -543,8 +546,10 @@ impl Load<'_> {
             ..LoadOptions::new(self.max_length)
         };
         let on_layer = &mut |done, _| bar.set_position(done as u64);
+        let start = Instant::now();
         let model = DecoderLM::load(&backend, self.config, self.host, &load, on_layer)?;
         bar.finish_and_clear();
+        self.voice.took("loading", start);
         let options = RunnerOptions {
             int8_cache: self.smoothing(&backend, &model)?,
             ..self.options.clone()

@@ -1,7 +1,7 @@
 //! What is said on stderr, and how much of it.
 
 use std::io::{IsTerminal, Write};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
@@ -56,6 +56,12 @@ impl Voice {
         if self.verbose {
             say(text);
         }
+    }
+
+    /// Says what took so long, to a curious user.
+    pub(crate) fn took(&self, what: &str, start: Instant) {
+        let seconds = start.elapsed().as_secs_f64();
+        self.detail(&format!("{what} took {seconds:.2} s"));
     }
 
     /// A bar that shows once a wait has lasted a second.
