@@ -353,10 +353,20 @@ pub fn norm_variant(
         0 => 0,
         planes => planes.next_power_of_two() as i32,
     };
+    // A tile of stretches of up to 128 bytes is one copy of TMA's.
+    let stretch = if width.is_multiple_of(32) { 32 } else { tile };
     let variant = Variant::new(
         &kernels::RMS_NORM,
         &[stream, kind],
-        &[rows, tile, planes, i32::from(sums), i32::from(bytes)],
+        &[
+            rows,
+            tile,
+            planes,
+            i32::from(sums),
+            i32::from(bytes),
+            tile / stretch,
+            stretch,
+        ],
     );
     variant
         .hints(if tile > 4096 { 8 } else { 4 }, 2)
@@ -1196,7 +1206,7 @@ pub fn catalog() -> Vec<Variant> {
                 all.push(norm_variant(kind, kind, width, (0, false), false));
                 // What layers of all widths that share the tile are cut into.
                 let cut = |k| [width, 3 * width / 4, width / 2 + 1].map(|n| splits(kind, n, k).0);
-                let planes = [256, 1024, 4096].into_iter().flat_map(cut);
+                let planes = [256, 512, 1024, 4096].into_iter().flat_map(cut);
                 for planes in planes.chain([0, 1]) {
                     for (sums, bytes) in [(false, false), (false, true), (planes > 1, true)] {
                         all.push(norm_variant(Type::F32, kind, width, (planes, sums), bytes));

@@ -8,45 +8,68 @@ pub mod norm {
     use super::super::views::views::*;
     use cutile::core::*;
 
-    /// The sum of planes from the first to the last, starting from zero, as the layer itself adds its splits. (Planes
-    /// that are not there are zeros.)
-    fn summed<T: ElementType, const PLANES: i32, const R: i32, const W: i32>(
-        planes: Tile<T, { [PLANES, R, W] }>,
-    ) -> Tile<T, { [R, W] }> {
-        let mut sum: Tile<T, { [R, W] }> = constant(T::ZERO, shape![R, W]);
-        sum = sum + plane::<T, PLANES, R, W>(planes, 0i32);
-        if PLANES > 1 {
-            sum = sum + plane::<T, PLANES, R, W>(planes, 1i32);
-        }
-        if PLANES > 2 {
-            sum = sum + plane::<T, PLANES, R, W>(planes, 2i32);
-            sum = sum + plane::<T, PLANES, R, W>(planes, 3i32);
-        }
-        if PLANES > 4 {
-            sum = sum + plane::<T, PLANES, R, W>(planes, 4i32);
-            sum = sum + plane::<T, PLANES, R, W>(planes, 5i32);
-            sum = sum + plane::<T, PLANES, R, W>(planes, 6i32);
-            sum = sum + plane::<T, PLANES, R, W>(planes, 7i32);
-        }
-        sum
-    }
-
-    /// One of the planes.
-    fn plane<T: ElementType, const PLANES: i32, const R: i32, const W: i32>(
-        planes: Tile<T, { [PLANES, R, W] }>,
-        which: i32,
-    ) -> Tile<T, { [R, W] }> {
-        let zero: Tile<i32, { [] }> = scalar_to_tile(0i32);
-        let which: Tile<i32, { [] }> = scalar_to_tile(which);
-        let plane: Tile<T, { [1, R, W] }> = extract(planes, [which, zero, zero]);
-        plane.reshape(shape![R, W])
-    }
-
-    /// The sum of `splits` planes `[rows, width]`, for the rows of a block.
+    /// Planes of rows as a view of four axes: planes, rows, and a row in stretches of `C`. A tile of stretches is one
+    /// copy of TMA's, where a tile as wide as the row would be one for every 256 numbers.
     ///
     /// # Safety
     /// As for [`matrix`](views).
-    unsafe fn planes_at<T: ElementType, const PLANES: i32, const R: i32, const W: i32>(
+    unsafe fn in_stretches<T: ElementType, const C: i32>(
+        base: *mut T,
+        planes: i32,
+        rows: i32,
+        width: i32,
+        free: Token,
+    ) -> Tensor<T, { [-1, -1, -1, -1] }> {
+        let stretches: i32 = width / C;
+        let plane: i32 = rows * width;
+        let shape: Shape<{ [-1, -1, -1, -1] }> = Shape::<{ [-1, -1, -1, -1] }> {
+            dims: &[planes, rows, stretches, C],
+        };
+        let strides: Array<{ [-1, -1, -1, 1] }> = Array::<{ [-1, -1, -1, 1] }> {
+            dims: &[plane, width, C],
+        };
+        let base: PointerTile<*mut T, { [] }> = pointer_to_tile(base);
+        make_tensor_view(base, shape, strides, free)
+    }
+
+    /// The rows of a block, of one plane.
+    fn rows_of<T: ElementType, const R: i32, const W: i32, const S: i32, const C: i32>(
+        view: &Tensor<T, { [-1, -1, -1, -1] }>,
+        plane: i32,
+        block: i32,
+    ) -> Tile<T, { [R, W] }> {
+        let part: Partition<T, { [1, R, S, C] }> = view.partition(shape![1, R, S, C]);
+        let rows: Tile<T, { [1, R, S, C] }> = part.load([plane, block, 0i32, 0i32]);
+        rows.reshape(shape![R, W])
+    }
+
+    /// Writes the rows of a block.
+    ///
+    /// # Safety
+    /// As for [`matrix`](views).
+    unsafe fn store_rows<T: ElementType, const R: i32, const W: i32, const S: i32, const C: i32>(
+        view: &Tensor<T, { [-1, -1, -1, -1] }>,
+        rows: Tile<T, { [R, W] }>,
+        block: i32,
+    ) {
+        let mut part: PartitionMut<T, { [1, R, S, C] }> =
+            view.partition_full_mut(shape![1, R, S, C]);
+        part.store_unchecked(rows.reshape(shape![1, R, S, C]), [0i32, block, 0i32, 0i32]);
+    }
+
+    /// The sum of up to `PLANES` planes `[rows, width]`, `splits` of them, for the rows of a block: from the first to the
+    /// last, starting from zero, as the layer itself adds its splits. (What is loaded past them is zeros.)
+    ///
+    /// # Safety
+    /// As for [`matrix`](views).
+    unsafe fn summed<
+        T: ElementType,
+        const PLANES: i32,
+        const R: i32,
+        const W: i32,
+        const S: i32,
+        const C: i32,
+    >(
         planes: *mut T,
         splits: i32,
         rows: i32,
@@ -54,16 +77,46 @@ pub mod norm {
         block: i32,
         free: Token,
     ) -> Tile<T, { [R, W] }> {
-        let view: Tensor<T, { [-1, -1, -1] }> = page_pool(planes, splits, rows, width, free);
-        let part: Partition<T, { [PLANES, R, W] }> = view.partition(shape![PLANES, R, W]);
-        let planes: Tile<T, { [PLANES, R, W] }> = part.load([0i32, block, 0i32]);
-        summed::<T, PLANES, R, W>(planes)
+        let view: Tensor<T, { [-1, -1, -1, -1] }> =
+            in_stretches::<T, C>(planes, splits, rows, width, free);
+        let mut sum: Tile<T, { [R, W] }> = constant(T::ZERO, shape![R, W]);
+        sum = sum + rows_of::<T, R, W, S, C>(&view, 0i32, block);
+        if PLANES > 1 {
+            sum = sum + rows_of::<T, R, W, S, C>(&view, 1i32, block);
+        }
+        if PLANES > 2 {
+            sum = sum + rows_of::<T, R, W, S, C>(&view, 2i32, block);
+            sum = sum + rows_of::<T, R, W, S, C>(&view, 3i32, block);
+        }
+        if PLANES > 4 {
+            sum = sum + rows_of::<T, R, W, S, C>(&view, 4i32, block);
+            sum = sum + rows_of::<T, R, W, S, C>(&view, 5i32, block);
+            sum = sum + rows_of::<T, R, W, S, C>(&view, 6i32, block);
+            sum = sum + rows_of::<T, R, W, S, C>(&view, 7i32, block);
+        }
+        sum
+    }
+
+    /// The numbers of a vector as wide as a row.
+    ///
+    /// # Safety
+    /// As for [`matrix`](views).
+    unsafe fn wide_vector<T: ElementType, const W: i32, const S: i32, const C: i32>(
+        base: *mut T,
+        width: i32,
+        free: Token,
+    ) -> Tile<f32, { [1, W] }> {
+        let view: Tensor<T, { [-1, -1, -1, -1] }> =
+            in_stretches::<T, C>(base, 1i32, 1i32, width, free);
+        let values: Tile<T, { [1, W] }> = rows_of::<T, 1, W, S, C>(&view, 0i32, 0i32);
+        convert_tile(values)
     }
 
     /// `out = rms_norm(x) * weight`; with `PLANES` > 0, `x += delta` (written back) before. A delta is the sum of up to
     /// `PLANES` planes, the splits of a layer that left them apart, and of its bias; with `SUMS` = 1 planes of integers,
     /// `high` and `low` as `few_int8` leaves them, of activations and weights with these scales. With `BYTES` = 1
-    /// what is written to `out` also goes to `bytes` and `scales`, as int8 weights take it.
+    /// what is written to `out` also goes to `bytes` and `scales`, as int8 weights take it. A row is `W` numbers in `S`
+    /// stretches of `C`.
     /// Grid: (rows / R).
     #[cutile::entry(unchecked_accesses = true)]
     unsafe fn rms_norm<
@@ -74,6 +127,8 @@ pub mod norm {
         const PLANES: i32,
         const SUMS: i32,
         const BYTES: i32,
+        const S: i32,
+        const C: i32,
     >(
         out: *mut E,
         bytes: *mut i8,
@@ -94,37 +149,35 @@ pub mod norm {
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
         let free: Token = start_early();
-        let x_view: Tensor<X, { [-1, -1] }> = matrix(x, rows, width, width, free);
-        let x_part: Partition<X, { [R, W] }> = x_view.partition(shape![R, W]);
-        let value: Tile<X, { [R, W] }> = x_part.load([pid.0, 0i32]);
+        let x_view: Tensor<X, { [-1, -1, -1, -1] }> =
+            in_stretches::<X, C>(x, 1i32, rows, width, free);
+        let value: Tile<X, { [R, W] }> = rows_of::<X, R, W, S, C>(&x_view, 0i32, pid.0);
         let mut value: Tile<f32, { [R, W] }> = convert_tile(value);
         if PLANES > 0 {
             let mut change: Tile<f32, { [R, W] }> = constant(0.0f32, shape![R, W]);
             if SUMS == 1 {
                 let h: Tile<i32, { [R, W] }> =
-                    planes_at::<i32, PLANES, R, W>(high, splits, rows, width, pid.0, free);
+                    summed::<i32, PLANES, R, W, S, C>(high, splits, rows, width, pid.0, free);
                 let l: Tile<i32, { [R, W] }> =
-                    planes_at::<i32, PLANES, R, W>(low, splits, rows, width, pid.0, free);
+                    summed::<i32, PLANES, R, W, S, C>(low, splits, rows, width, pid.0, free);
                 let t_view: Tensor<f32, { [-1, -1] }> = matrix(y_scales, rows, 1i32, 1i32, free);
                 let t_part: Partition<f32, { [R, 1] }> = t_view.partition(shape![R, 1]);
                 let t: Tile<f32, { [R, 1] }> = t_part.load([pid.0, 0i32]);
-                let s: Tile<f32, { [1, W] }> =
-                    row_vector::<f32, W, 1, W>(w_scales, width, 0i32, free);
+                let s: Tile<f32, { [1, W] }> = wide_vector::<f32, W, S, C>(w_scales, width, free);
                 let scale: Tile<f32, { [R, W] }> =
                     t.broadcast(shape![R, W]) * s.broadcast(shape![R, W]);
                 change = joined::<R, W>(h, l) * scale;
             } else {
                 let sum: Tile<X, { [R, W] }> =
-                    planes_at::<X, PLANES, R, W>(delta, splits, rows, width, pid.0, free);
+                    summed::<X, PLANES, R, W, S, C>(delta, splits, rows, width, pid.0, free);
                 change = convert_tile(sum);
             }
             if has_bias == 1 {
-                let b: Tile<f32, { [1, W] }> = row_vector::<E, W, 1, W>(bias, width, 0i32, free);
+                let b: Tile<f32, { [1, W] }> = wide_vector::<E, W, S, C>(bias, width, free);
                 change = change + b.broadcast(shape![R, W]);
             }
             let sum: Tile<X, { [R, W] }> = convert_tile(value + change);
-            let mut s_part: PartitionMut<X, { [R, W] }> = x_view.partition_full_mut(shape![R, W]);
-            s_part.store_unchecked(sum, [pid.0, 0i32]);
+            store_rows::<X, R, W, S, C>(&x_view, sum, pid.0);
             value = convert_tile(sum);
         }
         let squares: Tile<f32, { [R] }> = reduce_sum(value * value, 1);
@@ -135,13 +188,13 @@ pub mod norm {
         let scale: Tile<f32, { [R] }> =
             rsqrt(mean + broadcast_scalar(eps, shape![R]), ftz::Disabled);
         let scale: Tile<f32, { [R, 1] }> = scale.reshape(shape![R, 1]);
-        let w: Tile<f32, { [1, W] }> = row_vector::<E, W, 1, W>(weight, width, 0i32, free);
+        let w: Tile<f32, { [1, W] }> = wide_vector::<E, W, S, C>(weight, width, free);
         let normed: Tile<f32, { [R, W] }> =
             value * scale.broadcast(shape![R, W]) * w.broadcast(shape![R, W]);
         let normed: Tile<E, { [R, W] }> = convert_tile(normed);
-        let out_view: Tensor<E, { [-1, -1] }> = matrix(out, rows, width, width, free);
-        let mut out_part: PartitionMut<E, { [R, W] }> = out_view.partition_full_mut(shape![R, W]);
-        out_part.store_unchecked(normed, [pid.0, 0i32]);
+        let out_view: Tensor<E, { [-1, -1, -1, -1] }> =
+            in_stretches::<E, C>(out, 1i32, rows, width, free);
+        store_rows::<E, R, W, S, C>(&out_view, normed, pid.0);
         if BYTES == 1 {
             let rounded: Tile<f32, { [R, W] }> = convert_tile(normed);
             store_rounded::<R, W>(bytes, scales, rounded, pid.0, rows, width, free);
