@@ -354,16 +354,25 @@ impl CudaBackend {
         then: Then,
     ) -> Result<()> {
         out.like(x.rows, weight.rows / then.halves())?;
+        let (shape, operand) = self.linear_of(out.kind, weight, x)?;
+        let bias = bias.map(CudaTensor::at);
+        self.ops
+            .linear(out.at(), operand, weight.at(), bias, &shape.then(then))
+    }
+
+    /// A linear layer's shape, to an output of type `out`, and its rows of activations.
+    fn linear_of(
+        &self,
+        out: Type,
+        weight: &CudaWeight,
+        x: &CudaTensor,
+    ) -> Result<(LinearShape, Rows)> {
         self.expect(x, "a linear's input")?;
         let shape = [x.rows, weight.rows, weight.columns];
         let int8 = weight.scales.is_some();
-        let shape = LinearShape::new([self.kind, out.kind], shape)
-            .int8(int8)
-            .then(then);
         let operand = if int8 { self.bytes(x)? } else { x.at().into() };
-        let bias = bias.map(CudaTensor::at);
-        self.ops
-            .linear(out.at(), operand, weight.at(), bias, &shape)
+        let shape = LinearShape::new([self.kind, out], shape).int8(int8);
+        Ok((shape, operand))
     }
 
     /// A tensor's rows as int8 weights take them, made now unless they are there.
@@ -1486,10 +1495,44 @@ impl Backend for CudaBackend {
             out.at(),
             self.bytes_of_norm(out),
             x.at(),
-            Some(delta.at()),
+            Some(delta.at().into()),
             weight.at(),
             [x.kind, out.kind],
             shape,
+            eps,
+        )
+    }
+
+    fn linear_add_rms_norm(
+        &self,
+        x: &mut CudaTensor,
+        out: &mut CudaTensor,
+        delta: &mut CudaTensor,
+        (weight, bias): (&CudaWeight, Option<&CudaTensor>),
+        y: &CudaTensor,
+        norm: &CudaTensor,
+        eps: f32,
+    ) -> Result<()> {
+        let mut apart = None;
+        if (x.kind, delta.kind) == (Type::F32, Type::F32) {
+            x.like(y.rows, weight.rows)?;
+            let (shape, y) = self.linear_of(delta.kind, weight, y)?;
+            let bias = bias.map(CudaTensor::at);
+            apart = self.ops.linear_apart(y, weight.at(), bias, &shape)?;
+        }
+        let Some(apart) = apart else {
+            self.linear(delta, weight, bias, y)?;
+            return self.add_rms_norm(x, out, delta, norm, eps);
+        };
+        out.like(x.rows, x.width)?;
+        self.ops.rms_norm(
+            out.at(),
+            self.bytes_of_norm(out),
+            x.at(),
+            Some(apart),
+            norm.at(),
+            [x.kind, out.kind],
+            [x.rows, x.width],
             eps,
         )
     }

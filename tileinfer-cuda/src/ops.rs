@@ -93,6 +93,30 @@ impl Then {
     }
 }
 
+/// What is added to a residual stream: a layer's output, or its splits still apart and its bias.
+#[derive(Debug, Clone, Copy)]
+pub struct Delta {
+    /// One plane `[rows, width]` a split; of an int8 weight two, in integers.
+    pub values: Address,
+    /// Splits.
+    pub splits: usize,
+    /// Scales of an int8 layer's rows of activations and of its weight.
+    pub scales: Option<[Address; 2]>,
+    /// What else is added.
+    pub bias: Option<Address>,
+}
+
+impl From<Address> for Delta {
+    fn from(values: Address) -> Self {
+        Delta {
+            values,
+            splits: 1,
+            scales: None,
+            bias: None,
+        }
+    }
+}
+
 /// A linear layer: types, rows, weight rows, columns, and what follows.
 #[derive(Debug, Clone, Copy)]
 pub struct LinearShape {
@@ -314,21 +338,25 @@ pub fn rounding_variant(kind: Type, width: usize) -> Variant {
         .aligned(width.is_multiple_of(8))
 }
 
-/// The norm kernel from rows of type `stream` and of `width` to rows of `kind`; `residual` for the form that adds
+/// The norm kernel from rows of type `stream` and of `width` to rows of `kind`; `planes` of a [`Delta`] that it adds
 /// first, `bytes` for the one that leaves its rows for int8 weights as well.
 pub fn norm_variant(
     stream: Type,
     kind: Type,
     width: usize,
-    residual: bool,
+    (planes, sums): (usize, bool),
     bytes: bool,
 ) -> Variant {
     let tile = width.next_power_of_two().clamp(64, WIDEST_NORM) as i32;
     let rows = (1024 / tile).max(1);
+    let planes = match planes {
+        0 => 0,
+        planes => planes.next_power_of_two() as i32,
+    };
     let variant = Variant::new(
         &kernels::RMS_NORM,
         &[stream, kind],
-        &[rows, tile, i32::from(residual), i32::from(bytes)],
+        &[rows, tile, planes, i32::from(sums), i32::from(bytes)],
     );
     variant
         .hints(if tile > 4096 { 8 } else { 4 }, 2)
@@ -679,6 +707,41 @@ impl Ops {
         bias: Option<Address>,
         shape: &LinearShape,
     ) -> Result<()> {
+        self.launch_linear(plan, y, x, w, bias, shape, false)
+    }
+
+    /// The same, but the sums of splits stay apart, for the next kernel alone. Nothing is done where there are none.
+    pub fn linear_apart(
+        &self,
+        x: Rows,
+        w: Rows,
+        bias: Option<Address>,
+        shape: &LinearShape,
+    ) -> Result<Option<Delta>> {
+        let plan = linear_plan(shape);
+        let splits = plan.grid[2];
+        if splits == 1 || shape.then != Then::Nothing {
+            return Ok(None);
+        }
+        self.launch_linear(&plan, 0, x, w, None, shape, true)?;
+        Ok(Some(Delta {
+            values: self.partials.address(),
+            splits,
+            scales: shape.int8.then_some([x.scales, w.scales]),
+            bias,
+        }))
+    }
+
+    fn launch_linear(
+        &self,
+        plan: &LinearPlan,
+        y: Address,
+        x: Rows,
+        w: Rows,
+        bias: Option<Address>,
+        shape: &LinearShape,
+        apart: bool,
+    ) -> Result<()> {
         let operands = match shape.int8 {
             true => vec![y, x.values, x.scales, w.values, w.scales],
             false => vec![y, x.values, w.values],
@@ -691,6 +754,7 @@ impl Ops {
             .any(|&few| std::ptr::eq(plan.variant.kernel, few));
         if few {
             arguments.extend([self.partials.address(), self.tickets.address()].map(Argument::from));
+            arguments.push(i32::from(apart).into());
         }
         let width = shape.n / shape.then.halves();
         arguments.extend([shape.rows, width, shape.k].map(Argument::from));
@@ -726,19 +790,39 @@ impl Ops {
         out: Address,
         bytes: Option<Rows>,
         x: Address,
-        delta: Option<Address>,
+        delta: Option<Delta>,
         weight: Address,
         [stream, kind]: [Type; 2],
         [rows, width]: [usize; 2],
         eps: f32,
     ) -> Result<()> {
-        let variant = norm_variant(stream, kind, width, delta.is_some(), bytes.is_some());
+        let planes = delta.map_or(0, |delta| delta.splits);
+        let delta = delta.unwrap_or(Delta::from(0));
+        let sums = (planes, delta.scales.is_some());
+        let variant = norm_variant(stream, kind, width, sums, bytes.is_some());
         let to = bytes.unwrap_or(Rows::from(0));
-        let addresses = [out, to.values, to.scales, x, delta.unwrap_or(0), weight];
-        let addresses = addresses.map(Argument::from);
-        let numbers = [rows.into(), width.into(), eps.into()];
+        let low = delta.values + (delta.splits * rows * width * 4) as Address;
+        let [y_scales, w_scales] = delta.scales.unwrap_or([0; 2]);
+        let arguments = [
+            out.into(),
+            to.values.into(),
+            to.scales.into(),
+            x.into(),
+            delta.values.into(),
+            delta.values.into(),
+            low.into(),
+            y_scales.into(),
+            w_scales.into(),
+            delta.splits.into(),
+            delta.bias.unwrap_or(0).into(),
+            i32::from(delta.bias.is_some()).into(),
+            weight.into(),
+            rows.into(),
+            width.into(),
+            eps.into(),
+        ];
         let grid = [rows.div_ceil(variant.sizes[0] as usize), 1, 1];
-        self.launch(&variant, grid, &[&addresses[..], &numbers].concat())
+        self.launch(&variant, grid, &arguments)
     }
 
     /// `out = silu(gate) * up` of rows `[gate, up]`, each `width` wide.
@@ -1109,10 +1193,13 @@ pub fn catalog() -> Vec<Variant> {
                 &[64, 128, 256]
             };
             for width in widths.iter().map(|width| width - odd) {
-                all.push(norm_variant(kind, kind, width, false, false));
-                for residual in [false, true] {
-                    for bytes in [false, true] {
-                        all.push(norm_variant(Type::F32, kind, width, residual, bytes));
+                all.push(norm_variant(kind, kind, width, (0, false), false));
+                // What layers of all widths that share the tile are cut into.
+                let cut = |k| [width, 3 * width / 4, width / 2 + 1].map(|n| splits(kind, n, k).0);
+                let planes = [256, 1024, 4096].into_iter().flat_map(cut);
+                for planes in planes.chain([0, 1]) {
+                    for (sums, bytes) in [(false, false), (false, true), (planes > 1, true)] {
+                        all.push(norm_variant(Type::F32, kind, width, (planes, sums), bytes));
                     }
                 }
             }
@@ -1309,6 +1396,8 @@ mod tests {
                 );
                 let tiles = n.div_ceil(64) * count;
                 assert!(count == 1 || tiles <= MOST_SPLIT_TILES, "{n} x {k}");
+                // Planes of up to 128 rows, or of 64 rows of two, where splits stay apart.
+                assert!(count == 1 || count * 128 * n * 4 <= PARTIAL_BYTES);
                 assert_eq!(splits(Type::F32, n, k).0, 1);
             }
         }
@@ -1373,10 +1462,11 @@ mod tests {
                         has(rounding_variant(kind, k));
                     }
                 }
-                for [residual, bytes] in
-                    [[false, false], [false, true], [true, false], [true, true]]
-                {
-                    has(norm_variant(Type::F32, kind, hidden, residual, bytes));
+                let cut = [q, wide].map(|k| splits(kind, hidden, k).0);
+                for planes in [0, 1].into_iter().chain(cut) {
+                    for (sums, bytes) in [(false, false), (false, true), (planes > 1, true)] {
+                        has(norm_variant(Type::F32, kind, hidden, (planes, sums), bytes));
+                    }
                 }
                 has(stretch_variant(
                     &kernels::GATHER,

@@ -510,7 +510,7 @@ impl Checker {
                         self.array(kind, &w)?,
                     );
                     let out = self.poisoned(kind, rows * width)?;
-                    let delta = residual.then_some(d.at());
+                    let delta = residual.then_some(d.at().into());
                     self.ops.rms_norm(
                         out.at(),
                         None,
@@ -1202,7 +1202,7 @@ impl Checker {
                 y.at(),
                 None,
                 x.at(),
-                Some(pool.address()),
+                Some(pool.address().into()),
                 noise.at(),
                 [Type::F32, kind],
                 [1, 4096],

@@ -353,6 +353,13 @@ pub mod attention {
         if turn < last_block {
             turns = ceil_div(last_block - turn, grid.0);
         }
+        // The first page is looked up before the wait: its number, never below 0, is near when it is needed.
+        let seen: i32 = min(max(turn * 256, low), max(high - 1, 0i32));
+        turns = turns
+            + min(
+                scalar_at(given, tables, table_start + seen / page_size),
+                0i32,
+            );
 
         // Blocks without keys make room at once: some other block of this kernel waits.
         if turns > 0 {
@@ -665,10 +672,10 @@ pub mod attention {
         let mut m: Tile<f32, { [1, 1] }> = constant(-1.0e30f32, shape![1, 1]);
         let mut l: Tile<f32, { [1, 1] }> = constant(0.0f32, shape![1, 1]);
         let mut o: Tile<f32, { [1, D] }> = constant(0.0f32, shape![1, D]);
-        // Sixteen blocks are asked for at once; they are folded one after the other.
-        let first: i32 = base + low / 256;
+        // Many blocks are asked for at once, then a few, then one; they are folded one after the other.
+        let mut at: i32 = base + low / 256;
         let last: i32 = base + ceil_div(high, 256i32);
-        let many: i32 = (last - first) / AHEAD;
+        let many: i32 = (last - at) / AHEAD;
         for i in 0i32..many {
             for j in 0i32..AHEAD {
                 let (m_next, l_next, o_next): (
@@ -682,7 +689,7 @@ pub mod attention {
                     outputs,
                     maxima,
                     weights,
-                    first + i * AHEAD + j,
+                    at + i * AHEAD + j,
                     head_dim,
                     free,
                 );
@@ -691,7 +698,31 @@ pub mod attention {
                 o = o_next;
             }
         }
-        for at in (first + many * AHEAD)..last {
+        at = at + many * AHEAD;
+        let some: i32 = (last - at) / 4;
+        for i in 0i32..some {
+            for j in 0i32..4 {
+                let (m_next, l_next, o_next): (
+                    Tile<f32, { [1, 1] }>,
+                    Tile<f32, { [1, 1] }>,
+                    Tile<f32, { [1, D] }>,
+                ) = with_block::<D>(
+                    m,
+                    l,
+                    o,
+                    outputs,
+                    maxima,
+                    weights,
+                    at + i * 4 + j,
+                    head_dim,
+                    free,
+                );
+                m = m_next;
+                l = l_next;
+                o = o_next;
+            }
+        }
+        for at in (at + some * 4)..last {
             let (m_next, l_next, o_next): (
                 Tile<f32, { [1, 1] }>,
                 Tile<f32, { [1, 1] }>,

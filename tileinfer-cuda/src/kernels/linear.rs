@@ -18,8 +18,9 @@ pub mod linear {
 
     /// Up to a few hundred rows: the weight stands on the left, so that its rows fill the tensor core's 64.
     /// Each block reduces one split, whose first `FIRST` columns are one tile; the last to finish a tile adds up its
-    /// splits.
-    /// Grid: (rows / BT, outputs / WIDTH, splits). `partials` holds every tile of every split, `tickets`
+    /// splits. With `apart` = 1 nobody does: `partials` gets a plane `[t, width]` for each split, and what comes next
+    /// adds them up (see `summed`), which saves a block the wait for the others.
+    /// Grid: (rows / BT, outputs / WIDTH, splits). Else `partials` holds every tile of every split, `tickets`
     /// a zero for every tile.
     #[cutile::entry(unchecked_accesses = true)]
     unsafe fn linear_few<
@@ -41,6 +42,7 @@ pub mod linear {
         has_bias: i32,
         partials: *mut f32,
         tickets: *mut i32,
+        apart: i32,
         t: i32,
         width: i32,
         k: i32,
@@ -87,7 +89,19 @@ pub mod linear {
         }
 
         let mut mine: i32 = 1;
-        if splits > 1 {
+        if ACT == 0 {
+            if apart == 1 {
+                mine = 0;
+                let p_view: Tensor<f32, { [-1, -1, -1] }> =
+                    page_pool(partials, splits, t, width, free);
+                let mut p_part: PartitionMut<f32, { [1, BT, BN] }> =
+                    p_view.partition_full_mut(shape![1, BT, BN]);
+                let plane: Tile<f32, { [BT, BN] }> = acc.transpose();
+                let plane: Tile<f32, { [1, BT, BN] }> = plane.reshape(shape![1, BT, BN]);
+                p_part.store_unchecked(plane, [pid.2, pid.0, pid.1]);
+            }
+        }
+        if splits * mine > 1 {
             let tile: i32 = pid.1 * grid.0 + pid.0;
             let slots: i32 = grid.0 * grid.1 * splits;
             let p_view: Tensor<f32, { [-1, -1] }> = matrix(partials, slots * BN, BT, BT, free);

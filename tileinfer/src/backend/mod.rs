@@ -447,6 +447,23 @@ pub trait Backend: Send + Sized + 'static {
         self.rms_norm(out, x, weight, eps)
     }
 
+    /// The end of half a layer: `x += weight y + bias`, summed up over devices, then `out = rms_norm(x)`; `delta` is
+    /// scratch of a row of `x` a row.
+    fn linear_add_rms_norm(
+        &self,
+        x: &mut Self::Tensor,
+        out: &mut Self::Tensor,
+        delta: &mut Self::Tensor,
+        (weight, bias): (&Self::Weight, Option<&Self::Tensor>),
+        y: &Self::Tensor,
+        norm: &Self::Tensor,
+        eps: f32,
+    ) -> Result<()> {
+        self.linear(delta, weight, bias, y)?;
+        self.all_reduce(delta)?;
+        self.add_rms_norm(x, out, delta, norm, eps)
+    }
+
     /// Everything between the q/k/v projection and attention: splits `qkv`
     /// (`[rows, (heads + 2 kv_heads) * head_dim]`), norms q and k per head where there are norms, rotates
     /// them where there is a table, writes keys and values to their slots and the queries to `queries`.

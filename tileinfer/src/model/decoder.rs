@@ -40,20 +40,10 @@ pub fn forward<B: Backend>(
         backend.qk_norm_rope_store(q, &mut pages[i], kv, &ws.qkv, norms, rope, step, shape)?;
         backend.attention(&mut ws.attended, &ws.queries, &pages[i], step, shape)?;
 
-        backend.linear(
-            &mut ws.delta,
-            &layer.output.weight,
-            layer.output.bias.as_ref(),
-            &ws.attended,
-        )?;
-        backend.all_reduce(&mut ws.delta)?;
-        backend.add_rms_norm(
-            &mut ws.stream,
-            &mut ws.normed,
-            &ws.delta,
-            &layer.mlp_norm,
-            eps,
-        )?;
+        let (stream, normed, delta) = (&mut ws.stream, &mut ws.normed, &mut ws.delta);
+        let output = (&layer.output.weight, layer.output.bias.as_ref());
+        norm = &layer.mlp_norm;
+        backend.linear_add_rms_norm(stream, normed, delta, output, &ws.attended, norm, eps)?;
 
         let up = &layer.up;
         let (active, wide) = (&mut ws.active, &mut ws.wide);
@@ -65,19 +55,13 @@ pub fn forward<B: Backend>(
             &ws.normed,
             &layer.activation,
         )?;
-        backend.linear(
-            &mut ws.delta,
-            &layer.down.weight,
-            layer.down.bias.as_ref(),
-            &ws.active,
-        )?;
-        backend.all_reduce(&mut ws.delta)?;
-
+        let (stream, normed, delta) = (&mut ws.stream, &mut ws.normed, &mut ws.delta);
+        let down = (&layer.down.weight, layer.down.bias.as_ref());
         norm = model
             .layers
             .get(i + 1)
             .map_or(&model.final_norm, |next| &next.attention_norm);
-        backend.add_rms_norm(&mut ws.stream, &mut ws.normed, &ws.delta, norm, eps)?;
+        backend.linear_add_rms_norm(stream, normed, delta, down, &ws.active, norm, eps)?;
         ws.tap(backend, i + 1)?;
     }
 

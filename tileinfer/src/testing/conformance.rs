@@ -27,6 +27,7 @@ pub fn conformance<B: Backend>(make: &dyn Fn(ComputeType) -> B) {
         suite.norms();
         suite.linears(false);
         suite.linears(true);
+        suite.residual_layers();
         suite.activations();
         suite.rotations();
         suite.attention();
@@ -268,6 +269,55 @@ impl<B: Backend> Suite<B> {
                     self.backend.download(&plain).unwrap(),
                 );
                 assert_eq!(bits(&fused), bits(&plain), "add_rms_norm {rows} x {width}");
+            }
+        }
+    }
+
+    /// A layer, the residual update and the norm in one give what they give one after the other. The sizes are such that
+    /// a backend may cut a layer's columns into two, four and eight.
+    fn residual_layers(&self) {
+        for (n, k) in [(576, 300), (64, 520), (40, 1030), (130, 2048)] {
+            for rows in [1, 3, 16, 33, 130] {
+                let mut numbers = self.seed((n * 1000 + k) as u64);
+                let input = numbers.normals(rows * k, 1.0, self.kind);
+                let before = numbers.normals(rows * n, 2.0, self.kind);
+                let weights = numbers.normals(n * k, 1.0 / (k as f32).sqrt(), self.kind);
+                let vector = |values: &[f32]| self.backend.load_vector(values).unwrap();
+                let bias = vector(&numbers.normals(n, 1.0, self.kind));
+                let norm = vector(&numbers.normals(n, 1.0, self.kind));
+                let host = weight(n, k, &weights, self.kind);
+                for (host, bias) in [
+                    (&host, None),
+                    (&host, Some(&bias)),
+                    (&host.to_int8(), Some(&bias)),
+                ] {
+                    let b = &self.backend;
+                    let layer = (&b.load_weight(host).unwrap(), bias);
+                    let y = self.tensor(b, rows, k, &input);
+                    let run = |fused: bool| {
+                        let mut x = self.blank(b, Element::F32, rows, n);
+                        b.upload(&mut x, 0, &before).unwrap();
+                        let mut delta = self.blank(b, Element::F32, rows, n);
+                        let mut out = self.blank(b, Element::Model, rows, n);
+                        if fused {
+                            b.linear_add_rms_norm(
+                                &mut x, &mut out, &mut delta, layer, &y, &norm, 1e-5,
+                            )
+                            .unwrap();
+                        } else {
+                            b.linear(&mut delta, layer.0, layer.1, &y).unwrap();
+                            b.add(&mut x, &delta).unwrap();
+                            b.rms_norm(&mut out, &x, &norm, 1e-5).unwrap();
+                        }
+                        [x, out].map(|tensor| bits(&b.download(&tensor).unwrap()))
+                    };
+                    assert!(
+                        run(true) == run(false),
+                        "a layer of {rows} x {k} -> {n}, bias {}, int8 {}, and what follows it",
+                        bias.is_some(),
+                        host.has_int8()
+                    );
+                }
             }
         }
     }
