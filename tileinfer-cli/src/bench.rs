@@ -468,13 +468,13 @@ fn report(
             .sum();
         writeln!(
             out,
-            "\n{phase:32}    calls  share   us a call    GB/s of read   GFLOP/s of product"
+            "\n{phase:36}    calls  share   us a call    GB/s of read   GFLOP/s of product"
         )?;
         for (what, count) in counts {
             let op = Op::new(count, ceilings);
             writeln!(
                 out,
-                "{what:32} {:8} {:6.3} {:11.2} {:7.1}  {:5.2} {:9.1}  {:5.2}",
+                "{what:36} {:8} {:6.3} {:11.2} {:7.1}  {:5.2} {:9.1}  {:5.2}",
                 count.calls,
                 count.time.as_secs_f64() / all,
                 op.us,

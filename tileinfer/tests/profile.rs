@@ -332,6 +332,15 @@ fn every_op_takes_what_the_device_says() {
         assert_eq!(fused.calls, layers as u64);
         assert_eq!(fused.time, KERNEL * 8 * layers as u32);
 
+        // Every layer ends in two, three kernels each: a product, a sum and a norm.
+        let ends = counts.iter();
+        let ends = ends.filter(|(name, _)| name.starts_with("linear_add_rms_norm"));
+        let ends: Vec<_> = ends.map(|(_, count)| count).collect();
+        let calls: u64 = ends.iter().map(|count| count.calls).sum();
+        let time: Duration = ends.iter().map(|count| count.time).sum();
+        assert_eq!(calls, 2 * layers as u64);
+        assert_eq!(time, KERNEL * 3 * calls as u32);
+
         let (hidden, vocabulary) = (steps.config.hidden_size, steps.config.output_vocab_size);
         let head = find(&counts, &format!("linear {hidden} -> {vocabulary}"));
         assert_eq!((head.calls, head.time), (1, KERNEL));

@@ -423,6 +423,26 @@ impl<B: Backend> Backend for Profiled<B> {
         })
     }
 
+    fn linear_add_rms_norm(
+        &self,
+        x: &mut B::Tensor,
+        out: &mut B::Tensor,
+        delta: &mut B::Tensor,
+        (weight, bias): (&Self::Weight, Option<&B::Tensor>),
+        y: &B::Tensor,
+        norm: &B::Tensor,
+        eps: f32,
+    ) -> Result<()> {
+        let what = format!("linear_add_rms_norm {} -> {}", weight.columns, weight.rows);
+        let (bytes, flop) = self.linear_counts(weight, y, out);
+        let bytes = bytes + self.bytes(&[x, x]);
+        self.timed(what, (bytes, flop), &mut || {
+            let layer = (&weight.inner, bias);
+            self.inner
+                .linear_add_rms_norm(x, out, delta, layer, y, norm, eps)
+        })
+    }
+
     fn qk_norm_rope_store(
         &self,
         queries: &mut B::Tensor,
