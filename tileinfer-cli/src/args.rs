@@ -532,7 +532,7 @@ pub(crate) struct BenchArgs {
     pub(crate) batch: usize,
     #[command(flatten)]
     pub(crate) spec: SpecArgs,
-    /// Add a table of what each op takes
+    /// Add a table of what each op takes (on a GPU in runs of their own, op by op)
     #[arg(long)]
     pub(crate) profile: bool,
     /// Print one JSON object

@@ -56,6 +56,8 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
         spec: spec.as_ref(),
     };
     let mut tokenizer = None;
+    // What is done while loading is no part of it.
+    profile.pause();
     let mut opened = match (&args.model, &args.random) {
         (Some(model), _) => {
             let dir = models::dir(model, None, args.hub)?;
@@ -71,24 +73,51 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
     };
 
     let before = Ceilings::measure(&opened.device, opened.threads)?;
-    let prefill = prefill(&mut opened, args, &voice, &profile)?;
-    let prefill_ops = profile.take();
-    let decode = decode(&mut opened, args, depth, &voice, &profile)?;
-    let decode_ops = profile.take();
+    let apart = args.profile && opened.device.queues();
+    if !apart {
+        profile.resume();
+    }
+    let mut phases = measure(&mut opened, args, depth, &voice, &profile)?;
+    if apart {
+        voice.note(
+            "ops are timed one by one, launched and not recorded, in runs of their own: \
+             together they take longer than a step",
+        );
+        profile.resume();
+        phases.ops = measure(&mut opened, args, depth, &voice, &profile)?.ops;
+    }
+    profile.pause();
     let speculated = tokenizer.map(|tokenizer| speculated(&mut opened, args, &tokenizer, &voice));
     let speculated = speculated.transpose()?.unwrap_or_default();
     let ceilings = before.best(&Ceilings::measure(&opened.device, opened.threads)?);
-    let ops = [("prefill", prefill_ops), ("decode", decode_ops)];
-    report(
-        args,
-        &opened,
+    report(args, &opened, &phases, depth, &ceilings, &speculated)
+}
+
+/// The two things that are measured.
+struct Phases {
+    /// Seconds of a prefill.
+    prefill: f64,
+    /// Seconds of a decode step.
+    decode: f64,
+    /// What each op took in them, if a profile counts.
+    ops: [(&'static str, Vec<(String, Count)>); 2],
+}
+
+fn measure(
+    opened: &mut Opened,
+    args: &BenchArgs,
+    depth: usize,
+    voice: &Voice,
+    profile: &Profile,
+) -> Result<Phases> {
+    let prefill = prefill(opened, args, voice, profile)?;
+    let prefill_ops = profile.take();
+    let decode = decode(opened, args, depth, voice, profile)?;
+    Ok(Phases {
         prefill,
         decode,
-        depth,
-        &ceilings,
-        &ops,
-        &speculated,
-    )
+        ops: [("prefill", prefill_ops), ("decode", profile.take())],
+    })
 }
 
 /// One repeating text, continued without drafts and with them.
@@ -312,13 +341,12 @@ fn median(mut values: Vec<f64>) -> f64 {
 fn report(
     args: &BenchArgs,
     opened: &Opened,
-    prefill_seconds: f64,
-    step_seconds: f64,
+    phases: &Phases,
     depth: usize,
     ceilings: &Ceilings,
-    ops: &[(&str, Vec<(String, Count)>)],
     speculated: &[Speculated],
 ) -> Result<()> {
+    let (prefill_seconds, step_seconds) = (phases.prefill, phases.decode);
     let config = &opened.config;
     let limits = opened.steps.limits();
     // What a step reads: every weight once (the embedding only where it is the head too) and the keys and
@@ -387,7 +415,7 @@ fn report(
             object["spec"] = texts.collect();
         }
         if args.profile {
-            let phases = ops.iter().map(|(phase, counts)| {
+            let phases = phases.ops.iter().map(|(phase, counts)| {
                 let rows: Vec<_> = counts.iter().map(|row| op_json(row, ceilings)).collect();
                 ((*phase).to_owned(), json!(rows))
             });
@@ -433,20 +461,20 @@ fn report(
             100.0 * text.stats.acceptance_rate()
         )?;
     }
-    for (phase, counts) in ops.iter().filter(|_| args.profile) {
+    for (phase, counts) in phases.ops.iter().filter(|_| args.profile) {
         let all: f64 = counts
             .iter()
             .map(|(_, count)| count.time.as_secs_f64())
             .sum();
         writeln!(
             out,
-            "\n{phase:32}    calls  share   us a call    GB/s of read   GFLOP/s of product"
+            "\n{phase:36}    calls  share   us a call    GB/s of read   GFLOP/s of product"
         )?;
         for (what, count) in counts {
             let op = Op::new(count, ceilings);
             writeln!(
                 out,
-                "{what:32} {:8} {:6.3} {:11.2} {:7.1}  {:5.2} {:9.1}  {:5.2}",
+                "{what:36} {:8} {:6.3} {:11.2} {:7.1}  {:5.2} {:9.1}  {:5.2}",
                 count.calls,
                 count.time.as_secs_f64() / all,
                 op.us,
@@ -492,6 +520,7 @@ fn op_json((what, count): &(String, Count), ceilings: &Ceilings) -> serde_json::
         "op": what,
         "calls": count.calls,
         "us_per_call": op.us,
+        "bytes_per_call": count.bytes / count.calls,
         "gb_s": op.gb_s,
         "read_fraction": op.of_read,
         "gflop_s": op.gflop_s,

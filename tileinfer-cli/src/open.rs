@@ -88,6 +88,15 @@ impl Device {
         }
     }
 
+    /// Whether ops return before they have run, so that to time each of them slows all of them down.
+    pub(crate) fn queues(&self) -> bool {
+        match self {
+            Device::Cpu | Device::Reference => false,
+            #[cfg(feature = "cuda")]
+            Device::Cuda(_) => true,
+        }
+    }
+
     /// Bytes that may still be taken of the memory that a model would be in.
     pub(crate) fn available(&self) -> Result<u64> {
         match self {
@@ -520,11 +529,7 @@ impl Load<'_> {
             Device::Cpu => self.maybe_profiled(CpuBackend::new(compute, threads), profile),
             Device::Reference => self.maybe_profiled(ReferenceBackend::new(compute), profile),
             #[cfg(feature = "cuda")]
-            Device::Cuda(_) if profile.is_some() => bail!(
-                "--profile times ops that have ended when they return, as on the CPU; for a GPU use NVIDIA's nsys"
-            ),
-            #[cfg(feature = "cuda")]
-            Device::Cuda(gpu) => self.runner(gpu.backend(compute)),
+            Device::Cuda(gpu) => self.maybe_profiled(gpu.backend(compute), profile),
         }
     }
 

@@ -4,6 +4,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
 
 use half::bf16;
 use tileinfer::backend::{
@@ -1618,6 +1619,10 @@ impl Backend for CudaBackend {
             )));
         }
         self.device().replay(&graph.recording)
+    }
+
+    fn time(&self, body: &mut dyn FnMut() -> Result<()>) -> Result<Duration> {
+        self.device().time(body)
     }
 }
 

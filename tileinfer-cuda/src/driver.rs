@@ -5,9 +5,15 @@
 use std::ffi::{CStr, CString, c_void};
 use std::ptr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use cuda_core::sys;
 use tileinfer::{Error, Result};
+
+/// How long the queue is held at most while work that is timed is put into it. That takes some tens of microseconds;
+/// where it takes longer, as the work waits for the device itself, such waits are part of its time.
+const LONGEST_HOLD: Duration = Duration::from_millis(1);
 
 /// An address on the device.
 pub type Address = sys::CUdeviceptr;
@@ -456,6 +462,58 @@ impl Device {
             device: self.clone(),
             event,
         })
+    }
+
+    /// Runs what `body` queues and waits for it: how long the device took. The queue is held until all of it is there,
+    /// so that what the host needs for launches is not counted.
+    pub fn time(self: &Arc<Self>, body: &mut dyn FnMut() -> Result<()>) -> Result<Duration> {
+        let (start, end) = (self.event()?, self.event()?);
+        let go = self.hold()?;
+        let mut queue = || {
+            start.record()?;
+            body()?;
+            end.record()
+        };
+        let queued = queue();
+        go.store(true, Ordering::Release);
+        queued?;
+        end.wait()?;
+        let seconds = f64::from(start.milliseconds_to(&end)?) / 1e3;
+        Ok(Duration::from_secs_f64(seconds.max(0.0)))
+    }
+
+    /// Keeps the queue from going on until the flag is set, or for [`LONGEST_HOLD`].
+    fn hold(&self) -> Result<Arc<AtomicBool>> {
+        self.bind()?;
+        let go = Arc::new(AtomicBool::new(false));
+        let given = Arc::into_raw(go.clone());
+        // SAFETY: the stream lives as long as `self`. `wait_for_go` takes what it is given as the counted pointer that
+        // it is, once, and calls nothing of the driver.
+        let code = unsafe {
+            sys::cuLaunchHostFunc(
+                self.stream,
+                Some(wait_for_go),
+                given.cast_mut().cast::<c_void>(),
+            )
+        };
+        if let Err(error) = check(code, "holding the queue") {
+            // SAFETY: nothing was queued, so that the count is still this function's.
+            drop(unsafe { Arc::from_raw(given) });
+            return Err(error);
+        }
+        Ok(go)
+    }
+}
+
+/// What the driver runs when the queue comes to a hold: it goes on when this returns. (After an error of the device it
+/// never runs, and the flag stays allocated.)
+unsafe extern "C" fn wait_for_go(flag: *mut c_void) {
+    // SAFETY: `Device::hold` gave this call, which the driver makes once, a count of the flag.
+    let go = unsafe { Arc::from_raw(flag.cast_const().cast::<AtomicBool>()) };
+    let start = Instant::now();
+    while !go.load(Ordering::Acquire) && start.elapsed() < LONGEST_HOLD {
+        // The thread that queues may need this core.
+        std::thread::yield_now();
     }
 }
 

@@ -290,9 +290,61 @@ fn bench_reports_rates_and_ceilings() {
     );
     assert_eq!(bench["threads"], 1);
     assert!(bench["device"].is_string());
+    assert!(bench["profile"].is_null());
     // The plan foresees what the model then takes.
     let plan = json(&["plan", &model, "--json"]);
     assert_eq!(plan["weights_bytes"], bench["weights_bytes"]);
+}
+
+#[test]
+fn bench_says_what_each_op_takes() {
+    let model = model("llama-f32").display().to_string();
+    let what = ["bench", &model, "--threads", "1", "--profile"];
+    let lengths = ["--prompt-tokens", "16", "--gen-tokens", "4", "--runs", "2"];
+    let bench = json(&[&what[..], &lengths, &["--json"]].concat());
+    // Steps of the counted runs: one of each prompt, one for each token; warming up is not counted.
+    for (phase, steps) in [("prefill", 2), ("decode", 8)] {
+        let ops = bench["profile"][phase].as_array().unwrap();
+        assert_eq!(
+            names(&ops[0]),
+            [
+                "bytes_per_call",
+                "calls",
+                "gb_s",
+                "gflop_s",
+                "op",
+                "product_fraction",
+                "read_fraction",
+                "us_per_call",
+            ]
+        );
+        let find = |name: &str| ops.iter().find(|op| op["op"] == name).unwrap();
+        assert_eq!(find("embed")["calls"], steps);
+        let attention = find("attention");
+        assert_eq!(attention["calls"], 2 * steps, "it has two layers");
+        let number = |name: &str| attention[name].as_f64().unwrap();
+        // Bytes of a call in its time are the speed, of which the ceiling makes the fraction.
+        let gb_s = number("bytes_per_call") / number("us_per_call") / 1e3;
+        assert!(gb_s > 0.0 && (number("gb_s") / gb_s - 1.0).abs() < 0.01);
+        let part = gb_s / bench["ceilings"]["read_gb_s"].as_f64().unwrap();
+        assert!((number("read_fraction") / part - 1.0).abs() < 0.01);
+        assert!(number("product_fraction") > 0.0);
+    }
+
+    let text = run(&[&what[..], &lengths].concat());
+    assert_eq!(text.code, Some(0), "{text:?}");
+    for phase in ["prefill", "decode"] {
+        let heading = text
+            .out
+            .lines()
+            .find(|line| line.starts_with(phase) && line.contains("calls"));
+        assert!(heading.is_some(), "{text:?}");
+    }
+    assert!(
+        text.out
+            .lines()
+            .any(|line| line.starts_with("qk_norm_rope_store"))
+    );
 }
 
 #[test]

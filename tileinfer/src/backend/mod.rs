@@ -25,6 +25,8 @@
 mod profile;
 mod reference;
 
+use std::time::{Duration, Instant};
+
 use crate::kv::KvLayout;
 use crate::sampling::{RowSampler, Sampled};
 use crate::weights::Weight;
@@ -519,7 +521,8 @@ pub trait Backend: Send + Sized + 'static {
 
     // Recording.
 
-    /// Whether a step can be recorded once and replayed: its ops neither allocate nor wait for the host.
+    /// Whether a step can be recorded once and replayed: its ops neither allocate nor wait for the host. It is asked
+    /// before every step, as [`Profiled`] changes its answer.
     fn supports_graphs(&self) -> bool {
         false
     }
@@ -532,6 +535,17 @@ pub trait Backend: Send + Sized + 'static {
     /// Runs a recording.
     fn replay(&self, _graph: &Self::Graph) -> Result<()> {
         Err(Error::Bug(format!("{} cannot replay steps", self.name())))
+    }
+
+    // Timing.
+
+    /// Runs `body`, which calls ops of this backend, and says how long the device took for them; they have ended when
+    /// this returns. The plain form reads the host's clock, which is right where an op has ended when it returns: a
+    /// device with a queue asks the device.
+    fn time(&self, body: &mut dyn FnMut() -> Result<()>) -> Result<Duration> {
+        let start = Instant::now();
+        body()?;
+        Ok(start.elapsed())
     }
 }
 

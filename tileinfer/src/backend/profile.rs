@@ -1,9 +1,10 @@
 //! Where the time of a step goes: a backend around another that times every op and counts the bytes that it
-//! cannot avoid moving. For devices that finish an op before it returns.
+//! cannot avoid moving. How long an op took is the inner backend's to say ([`Backend::time`]).
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::{
     Activation, AttentionShape, Backend, ComputeType, Element, KvRows, QkNorms, RopeTable,
@@ -16,7 +17,13 @@ use crate::weights::Weight;
 
 /// What was counted, by op and shape. Clones share it.
 #[derive(Debug, Clone, Default)]
-pub struct Profile(Arc<Mutex<BTreeMap<String, Count>>>);
+pub struct Profile(Arc<Counts>);
+
+#[derive(Debug, Default)]
+struct Counts {
+    paused: AtomicBool,
+    counts: Mutex<BTreeMap<String, Count>>,
+}
 
 /// The calls of one op on one shape.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -35,15 +42,30 @@ pub struct Count {
 impl Profile {
     /// What was counted since the last time, the most time first.
     pub fn take(&self) -> Vec<(String, Count)> {
-        let counts = std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner));
+        let mut counts = self.0.counts.lock().unwrap_or_else(PoisonError::into_inner);
+        let counts = std::mem::take(&mut *counts);
         let mut counts: Vec<_> = counts.into_iter().collect();
         counts.sort_by_key(|(_, count)| std::cmp::Reverse(count.time));
         counts
     }
 
-    fn add(&self, what: String, start: Instant, bytes: u64, flop: u64) {
-        let time = start.elapsed();
-        let mut counts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+    /// Counts nothing until [`Profile::resume`]: ops then run as they would without a profile, and steps are recorded
+    /// and replayed where the device can. To be called between steps.
+    pub fn pause(&self) {
+        self.0.paused.store(true, Ordering::Relaxed);
+    }
+
+    /// Counts again.
+    pub fn resume(&self) {
+        self.0.paused.store(false, Ordering::Relaxed);
+    }
+
+    fn is_paused(&self) -> bool {
+        self.0.paused.load(Ordering::Relaxed)
+    }
+
+    fn add(&self, what: String, time: Duration, bytes: u64, flop: u64) {
+        let mut counts = self.0.counts.lock().unwrap_or_else(PoisonError::into_inner);
         let count = counts.entry(what).or_default();
         *count = Count {
             calls: count.calls + 1,
@@ -88,6 +110,21 @@ impl<B: Backend> Profiled<B> {
             inner,
             profile: profile.clone(),
         }
+    }
+
+    /// Runs an op that moves so many bytes and does so many operations, and counts it.
+    fn timed(
+        &self,
+        what: impl Into<String>,
+        (bytes, flop): (u64, u64),
+        op: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<()> {
+        if self.profile.is_paused() {
+            return op();
+        }
+        let time = self.inner.time(op)?;
+        self.profile.add(what.into(), time, bytes, flop);
+        Ok(())
     }
 
     /// Bytes of tensors, as values of the compute type.
@@ -222,12 +259,11 @@ impl<B: Backend> Backend for Profiled<B> {
         layout: &StepLayout,
         previous: Option<&Self::Step>,
     ) -> Result<()> {
-        let start = Instant::now();
         step.layout = layout.clone();
-        self.inner
-            .prepare(&mut step.inner, layout, previous.map(|step| &step.inner))?;
-        self.profile.add("prepare".to_owned(), start, 0, 0);
-        Ok(())
+        let previous = previous.map(|step| &step.inner);
+        self.timed("prepare", (0, 0), &mut || {
+            self.inner.prepare(&mut step.inner, layout, previous)
+        })
     }
 
     fn take_drafts(&self, step: &mut Self::Step, from: &Self::Step) -> Result<()> {
@@ -235,11 +271,9 @@ impl<B: Backend> Backend for Profiled<B> {
     }
 
     fn embed(&self, out: &mut B::Tensor, table: &Self::Weight, step: &Self::Step) -> Result<()> {
-        let start = Instant::now();
-        self.inner.embed(out, &table.inner, &step.inner)?;
-        self.profile
-            .add("embed".to_owned(), start, 2 * self.bytes(&[out]), 0);
-        Ok(())
+        self.timed("embed", (2 * self.bytes(&[out]), 0), &mut || {
+            self.inner.embed(out, &table.inner, &step.inner)
+        })
     }
 
     fn rms_norm(
@@ -249,19 +283,15 @@ impl<B: Backend> Backend for Profiled<B> {
         weight: &B::Tensor,
         eps: f32,
     ) -> Result<()> {
-        let start = Instant::now();
-        self.inner.rms_norm(out, x, weight, eps)?;
-        self.profile
-            .add("rms_norm".to_owned(), start, self.bytes(&[out, x]), 0);
-        Ok(())
+        self.timed("rms_norm", (self.bytes(&[out, x]), 0), &mut || {
+            self.inner.rms_norm(out, x, weight, eps)
+        })
     }
 
     fn add(&self, x: &mut B::Tensor, delta: &B::Tensor) -> Result<()> {
-        let start = Instant::now();
-        self.inner.add(x, delta)?;
-        self.profile
-            .add("add".to_owned(), start, self.bytes(&[x, x, delta]), 0);
-        Ok(())
+        self.timed("add", (self.bytes(&[x, x, delta]), 0), &mut || {
+            self.inner.add(x, delta)
+        })
     }
 
     fn linear(
@@ -271,24 +301,16 @@ impl<B: Backend> Backend for Profiled<B> {
         bias: Option<&B::Tensor>,
         x: &B::Tensor,
     ) -> Result<()> {
-        let start = Instant::now();
-        self.inner.linear(out, &weight.inner, bias, x)?;
-        let (bytes, flop) = self.linear_counts(weight, x, out);
-        self.profile.add(
-            format!("linear {} -> {}", weight.columns, weight.rows),
-            start,
-            bytes,
-            flop,
-        );
-        Ok(())
+        let what = format!("linear {} -> {}", weight.columns, weight.rows);
+        self.timed(what, self.linear_counts(weight, x, out), &mut || {
+            self.inner.linear(out, &weight.inner, bias, x)
+        })
     }
 
     fn head_norm(&self, x: &mut B::Tensor, weight: &B::Tensor, eps: f32) -> Result<()> {
-        let start = Instant::now();
-        self.inner.head_norm(x, weight, eps)?;
-        self.profile
-            .add("head_norm".to_owned(), start, self.bytes(&[x, x]), 0);
-        Ok(())
+        self.timed("head_norm", (self.bytes(&[x, x]), 0), &mut || {
+            self.inner.head_norm(x, weight, eps)
+        })
     }
 
     fn rope(
@@ -298,11 +320,9 @@ impl<B: Backend> Backend for Profiled<B> {
         step: &Self::Step,
         queries: bool,
     ) -> Result<()> {
-        let start = Instant::now();
-        self.inner.rope(x, rope, &step.inner, queries)?;
-        self.profile
-            .add("rope".to_owned(), start, self.bytes(&[x, x]), 0);
-        Ok(())
+        self.timed("rope", (self.bytes(&[x, x]), 0), &mut || {
+            self.inner.rope(x, rope, &step.inner, queries)
+        })
     }
 
     fn store_kv(
@@ -311,15 +331,10 @@ impl<B: Backend> Backend for Profiled<B> {
         rows: &KvRows<B::Tensor>,
         step: &Self::Step,
     ) -> Result<()> {
-        let start = Instant::now();
-        self.inner.store_kv(&mut pages.inner, rows, &step.inner)?;
-        self.profile.add(
-            "store_kv".to_owned(),
-            start,
-            2 * self.bytes(&[&rows.keys, &rows.values]),
-            0,
-        );
-        Ok(())
+        let bytes = 2 * self.bytes(&[&rows.keys, &rows.values]);
+        self.timed("store_kv", (bytes, 0), &mut || {
+            self.inner.store_kv(&mut pages.inner, rows, &step.inner)
+        })
     }
 
     fn attention(
@@ -330,9 +345,6 @@ impl<B: Backend> Backend for Profiled<B> {
         step: &Self::Step,
         shape: &AttentionShape,
     ) -> Result<()> {
-        let start = Instant::now();
-        self.inner
-            .attention(out, queries, &pages.inner, &step.inner, shape)?;
         let (mut keys, mut scores) = (0, 0);
         for span in 0..step.layout.spans() {
             let positions = &step.layout.positions[step.layout.span(span)];
@@ -344,8 +356,10 @@ impl<B: Backend> Backend for Profiled<B> {
         }
         let bytes = keys * pages.layout.position_bytes() as u64 + self.bytes(&[out, queries]);
         let flop = 4 * scores * (shape.heads * shape.head_dim) as u64;
-        self.profile.add("attention".to_owned(), start, bytes, flop);
-        Ok(())
+        self.timed("attention", (bytes, flop), &mut || {
+            self.inner
+                .attention(out, queries, &pages.inner, &step.inner, shape)
+        })
     }
 
     fn activation(
@@ -354,11 +368,9 @@ impl<B: Backend> Backend for Profiled<B> {
         x: &B::Tensor,
         activation: &Activation,
     ) -> Result<()> {
-        let start = Instant::now();
-        self.inner.activation(out, x, activation)?;
-        self.profile
-            .add("activation".to_owned(), start, self.bytes(&[out, x]), 0);
-        Ok(())
+        self.timed("activation", (self.bytes(&[out, x]), 0), &mut || {
+            self.inner.activation(out, x, activation)
+        })
     }
 
     fn copy_columns(
@@ -369,20 +381,16 @@ impl<B: Backend> Backend for Profiled<B> {
         from: usize,
         columns: usize,
     ) -> Result<()> {
-        let start = Instant::now();
-        self.inner.copy_columns(out, to, x, from, columns)?;
         let bytes = 2 * self.rows(x) * columns * self.compute_type().size();
-        self.profile
-            .add("copy_columns".to_owned(), start, bytes as u64, 0);
-        Ok(())
+        self.timed("copy_columns", (bytes as u64, 0), &mut || {
+            self.inner.copy_columns(out, to, x, from, columns)
+        })
     }
 
     fn gather_wanted(&self, out: &mut B::Tensor, x: &B::Tensor, step: &Self::Step) -> Result<()> {
-        let start = Instant::now();
-        self.inner.gather_wanted(out, x, &step.inner)?;
-        self.profile
-            .add("gather_wanted".to_owned(), start, 2 * self.bytes(&[out]), 0);
-        Ok(())
+        self.timed("gather_wanted", (2 * self.bytes(&[out]), 0), &mut || {
+            self.inner.gather_wanted(out, x, &step.inner)
+        })
     }
 
     fn sample(
@@ -391,12 +399,10 @@ impl<B: Backend> Backend for Profiled<B> {
         logits: &B::Tensor,
         rows: &[Option<RowSampler>],
     ) -> Result<()> {
-        let start = Instant::now();
-        self.inner.sample(&mut step.inner, logits, rows)?;
-        let (rows, width) = self.inner.shape(logits);
-        self.profile
-            .add("sample".to_owned(), start, (rows * width * 4) as u64, 0);
-        Ok(())
+        let (count, width) = self.inner.shape(logits);
+        self.timed("sample", ((count * width * 4) as u64, 0), &mut || {
+            self.inner.sample(&mut step.inner, logits, rows)
+        })
     }
 
     fn read_samples(&self, step: &Self::Step) -> Result<Vec<Sampled>> {
@@ -411,15 +417,30 @@ impl<B: Backend> Backend for Profiled<B> {
         weight: &B::Tensor,
         eps: f32,
     ) -> Result<()> {
-        let start = Instant::now();
-        self.inner.add_rms_norm(x, out, delta, weight, eps)?;
-        self.profile.add(
-            "add_rms_norm".to_owned(),
-            start,
-            self.bytes(&[x, x, out, delta]),
-            0,
-        );
-        Ok(())
+        let bytes = self.bytes(&[x, x, out, delta]);
+        self.timed("add_rms_norm", (bytes, 0), &mut || {
+            self.inner.add_rms_norm(x, out, delta, weight, eps)
+        })
+    }
+
+    fn linear_add_rms_norm(
+        &self,
+        x: &mut B::Tensor,
+        out: &mut B::Tensor,
+        delta: &mut B::Tensor,
+        (weight, bias): (&Self::Weight, Option<&B::Tensor>),
+        y: &B::Tensor,
+        norm: &B::Tensor,
+        eps: f32,
+    ) -> Result<()> {
+        let what = format!("linear_add_rms_norm {} -> {}", weight.columns, weight.rows);
+        let (bytes, flop) = self.linear_counts(weight, y, out);
+        let bytes = bytes + self.bytes(&[x, x]);
+        self.timed(what, (bytes, flop), &mut || {
+            let layer = (&weight.inner, bias);
+            self.inner
+                .linear_add_rms_norm(x, out, delta, layer, y, norm, eps)
+        })
     }
 
     fn qk_norm_rope_store(
@@ -433,26 +454,21 @@ impl<B: Backend> Backend for Profiled<B> {
         step: &Self::Step,
         shape: &AttentionShape,
     ) -> Result<()> {
-        let start = Instant::now();
         let QkNorms { query, key, eps } = norms;
         let norms = QkNorms { query, key, eps };
-        self.inner.qk_norm_rope_store(
-            queries,
-            &mut pages.inner,
-            scratch,
-            qkv,
-            norms,
-            rope,
-            &step.inner,
-            shape,
-        )?;
-        self.profile.add(
-            "qk_norm_rope_store".to_owned(),
-            start,
-            2 * self.bytes(&[qkv]),
-            0,
-        );
-        Ok(())
+        let bytes = 2 * self.bytes(&[qkv]);
+        self.timed("qk_norm_rope_store", (bytes, 0), &mut || {
+            self.inner.qk_norm_rope_store(
+                queries,
+                &mut pages.inner,
+                scratch,
+                qkv,
+                norms,
+                rope,
+                &step.inner,
+                shape,
+            )
+        })
     }
 
     fn linear_activation(
@@ -464,16 +480,31 @@ impl<B: Backend> Backend for Profiled<B> {
         x: &B::Tensor,
         activation: &Activation,
     ) -> Result<()> {
-        let start = Instant::now();
-        self.inner
-            .linear_activation(out, wide, &weight.inner, bias, x, activation)?;
-        let (bytes, flop) = self.linear_counts(weight, x, out);
         let what = format!("linear_activation {} -> {}", weight.columns, weight.rows);
-        self.profile.add(what, start, bytes, flop);
-        Ok(())
+        self.timed(what, self.linear_counts(weight, x, out), &mut || {
+            self.inner
+                .linear_activation(out, wide, &weight.inner, bias, x, activation)
+        })
     }
 
     fn all_reduce(&self, x: &mut B::Tensor) -> Result<()> {
         self.inner.all_reduce(x)
+    }
+
+    /// While ops are counted they run one by one: a recording would hide them.
+    fn supports_graphs(&self) -> bool {
+        self.profile.is_paused() && self.inner.supports_graphs()
+    }
+
+    fn capture(&self, body: &mut dyn FnMut() -> Result<()>) -> Result<B::Graph> {
+        self.inner.capture(body)
+    }
+
+    fn replay(&self, graph: &B::Graph) -> Result<()> {
+        self.inner.replay(graph)
+    }
+
+    fn time(&self, body: &mut dyn FnMut() -> Result<()>) -> Result<Duration> {
+        self.inner.time(body)
     }
 }

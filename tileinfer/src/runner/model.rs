@@ -164,10 +164,9 @@ impl<B: Backend> ModelRunner<B> {
                 .filter(|_| dflash.is_none()),
             depth: if backend.supports_graphs() { 2 } else { 1 },
         };
-        let records = options.graphs && backend.supports_graphs();
         Ok(ModelRunner {
-            graphs: Graphs::new(records),
-            block_graphs: Graphs::new(records),
+            graphs: Graphs::new(options.graphs),
+            block_graphs: Graphs::new(options.graphs),
             backend,
             model,
             pages,
@@ -316,6 +315,9 @@ fn launch_or_replay<B: Backend>(
     (second, moves): (bool, usize),
     launch: &mut dyn FnMut() -> Result<()>,
 ) -> Result<()> {
+    if !backend.supports_graphs() {
+        return launch();
+    }
     match graphs.plan(layout, second, moves) {
         Plan::Launch => launch(),
         Plan::Replay(graph) => backend.replay(graph),
