@@ -22,8 +22,14 @@ pub const WIDEST_NORM: usize = 16384;
 /// Most tiles of 64 weight rows, times splits, that a weight is cut into.
 const MOST_SPLIT_TILES: usize = 192;
 
-/// Room for the partial sums of `linear_few`: that many tiles of 64 x 128 (see [`splits`]).
-const PARTIAL_BYTES: usize = MOST_SPLIT_TILES * 64 * 128 * 4;
+/// Most rows of a step whose layers leave sums of splits in memory.
+const MOST_SPLIT_ROWS: usize = 256;
+
+/// Room for the partial sums of `linear_few`: that many tiles of 64 weight rows (see [`splits`]).
+const PARTIAL_BYTES: usize = MOST_SPLIT_TILES * 64 * MOST_SPLIT_ROWS * 4;
+
+/// Tiles of no fewer than 64 rows, or all rows in one.
+const TICKETS: usize = MOST_SPLIT_TILES * MOST_SPLIT_ROWS / 64;
 
 /// Multiprocessors of the device that tiles were chosen on.
 const MULTIPROCESSORS: usize = 132;
@@ -617,8 +623,8 @@ impl Ops {
         let device = Device::open(ordinal)?;
         let kernels = KernelStore::open(&device, options)?;
         let partials = device.alloc("partial sums", PARTIAL_BYTES)?;
-        let tickets = device.alloc("tickets of partial sums", MOST_SPLIT_TILES * 4)?;
-        device.queue_fill(tickets.address(), 0, MOST_SPLIT_TILES * 4)?;
+        let tickets = device.alloc("tickets of partial sums", TICKETS * 4)?;
+        device.queue_fill(tickets.address(), 0, TICKETS * 4)?;
         let bytes = sampling::MOST_ROWS * 4;
         let sampling_tickets = device.alloc("tickets of sampled rows", bytes)?;
         device.queue_fill(sampling_tickets.address(), 0, bytes)?;
@@ -1304,7 +1310,8 @@ pub fn sweep_tiles() -> Vec<AttentionTile> {
 pub fn sweep_shapes() -> Vec<LinearShape> {
     let mut shapes = Vec::new();
     for int8 in [false, true] {
-        for rows in [1, 16, 64, 512] {
+        let more = if int8 { &[][..] } else { &[192, 256] };
+        for &rows in [1, 16, 64, 512].iter().chain(more) {
             for (n, k, then) in [
                 (6144, 4096, Then::Nothing),
                 (4096, 4096, Then::Nothing),
@@ -1336,6 +1343,21 @@ pub fn sweep_plans(shape: &LinearShape) -> Vec<LinearPlan> {
             few([64, 64, 64, 4], (4, 3)),
             few([128, 64, 64, 3], (4, 2)),
             many([256, 64, 64, 3], (8, 1)),
+        ],
+        (false, 65..=320) => vec![
+            many([128, 64, 128, 4], (8, 1)),
+            many([128, 64, 64, 4], (4, 2)),
+            many([256, 64, 64, 3], (8, 1)),
+            many([256, 64, 128, 4], (8, 1)),
+            many([64, 64, 128, 4], (4, 2)),
+            many([64, 128, 64, 3], (4, 2)),
+            few([64, 128, 128, 3], (4, 1)),
+            few([64, 64, 128, 4], (4, 2)),
+            few([64, 128, 64, 4], (4, 2)),
+            few([128, 64, 128, 4], (8, 1)),
+            few([128, 64, 64, 4], (4, 2)),
+            few([64, 64, 256, 3], (8, 1)),
+            few([128, 64, 256, 3], (8, 1)),
         ],
         (false, _) => vec![
             many([256, 64, 128, 4], (8, 1)),
@@ -1406,8 +1428,8 @@ mod tests {
                 );
                 let tiles = n.div_ceil(64) * count;
                 assert!(count == 1 || tiles <= MOST_SPLIT_TILES, "{n} x {k}");
-                // Planes of up to 128 rows, or of 64 rows of two, where splits stay apart.
-                assert!(count == 1 || count * 128 * n * 4 <= PARTIAL_BYTES);
+                // Planes as wide as the weight has rows, where splits stay apart.
+                assert!(count == 1 || count * n * MOST_SPLIT_ROWS * 4 <= PARTIAL_BYTES);
                 assert_eq!(splits(Type::F32, n, k).0, 1);
             }
         }
