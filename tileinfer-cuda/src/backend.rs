@@ -2,6 +2,7 @@
 //! is a handful of integer arrays at fixed addresses, so that a recorded step can be replayed with another
 //! layout of as many rows.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
@@ -1256,12 +1257,11 @@ impl Backend for CudaBackend {
         let recording = self.recording.load(Ordering::Relaxed);
         let page_size = pages.layout.page_size;
         let tiles = ops::attention_tiles(self.kind, group);
-        let longest = step
-            .span_rows
-            .windows(2)
-            .map(|rows| rows[1] - rows[0])
-            .max()
-            .unwrap_or(0);
+        let rows_of = |span: usize| step.span_rows[span + 1] - step.span_rows[span];
+        // Heads of 16 in tiles of 16 queries are fewer products than a block has warps, so that warps share
+        // a sum: other bits than in a wider tile. No real model has such heads.
+        let is_short =
+            |span: usize| rows_of(span) * queries_together <= tiles[0].queries && head_dim > 16;
         // A recording may be replayed with its rows spread over its spans in another way: at worst each span
         // ends with a run that is not full.
         let spans = step.spans.len();
@@ -1283,7 +1283,6 @@ impl Backend for CudaBackend {
             };
             step.spans.iter().map(blocks).max().unwrap_or(0)
         };
-        let block_slots = blocks + 1;
         let (causal, window) = match mask {
             Mask::Causal => (true, EVERYTHING),
             Mask::Window(window) => (true, window as usize),
@@ -1300,34 +1299,46 @@ impl Backend for CudaBackend {
             window,
             pages: pages.pages,
             blocks,
-            block_slots,
+            block_slots: blocks + 1,
         };
-        let scratch = Ops::split_scratch(step.rows, heads, head_dim, block_slots);
+        let attend = |array: usize, groups: Range<usize>, rows: usize, whole: bool| {
+            let first = (groups.start * 8 * 4) as Address;
+            let groups = Groups {
+                address: step.address(Offsets::GROUPS[array]) + first,
+                count: groups.len(),
+                tile: tiles[array],
+            };
+            let arrays = StepArrays {
+                rows,
+                ..step.step_arrays()
+            };
+            let pools = pages.pools();
+            let (out, queries) = (out.at(), queries.at());
+            self.ops.attention(
+                out, queries, &pools, &arrays, &groups, &plan, self.kind, whole,
+            )
+        };
+        let splits = |rows| Ops::split_scratch(rows, heads, head_dim, blocks + 1) <= SPLIT_SCRATCH;
         let enough = counts[2] * kv_heads >= self.device().info().multiprocessors as usize;
-        // Heads of 16 in tiles of 16 queries are fewer products than a block has warps, so that warps share
-        // a sum: other bits than in a wider tile. No real model has such heads.
-        let (array, whole) = if longest * queries_together <= tiles[0].queries && head_dim > 16 {
-            (0, false)
-        } else if enough || scratch > SPLIT_SCRATCH {
-            (2, true)
-        } else {
-            (1, false)
+        if (0..spans).all(is_short) {
+            return attend(0, 0..counts[0], step.rows, false);
+        }
+        if !enough && splits(step.rows) {
+            return attend(1, 0..counts[1], step.rows, false);
+        }
+        // Tokens before prompts: the keys of each are split, as they are without the prompts.
+        let short = (0..spans).take_while(|&span| is_short(span)).count();
+        let rows = step.span_rows[short];
+        if recording || short == 0 || !splits(rows) {
+            return attend(2, 0..counts[2], step.rows, true);
+        }
+        let runs = |array: usize| {
+            let most = (tiles[array].queries / queries_together).max(1);
+            let runs = (0..short).map(|span| rows_of(span).div_ceil(most));
+            runs.sum::<usize>()
         };
-        let groups = Groups {
-            address: step.address(Offsets::GROUPS[array]),
-            count: counts[array],
-            tile: tiles[array],
-        };
-        self.ops.attention(
-            out.at(),
-            queries.at(),
-            &pages.pools(),
-            &step.step_arrays(),
-            &groups,
-            &plan,
-            self.kind,
-            whole,
-        )
+        attend(0, 0..runs(0), rows, false)?;
+        attend(2, runs(2)..counts[2], step.rows, true)
     }
 
     fn activation(

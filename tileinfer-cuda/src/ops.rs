@@ -23,7 +23,7 @@ pub const WIDEST_NORM: usize = 16384;
 const MOST_SPLIT_TILES: usize = 192;
 
 /// Most rows of a step whose layers leave sums of splits in memory.
-const MOST_SPLIT_ROWS: usize = 256;
+const MOST_SPLIT_ROWS: usize = 512;
 
 /// Room for the partial sums of `linear_few`: that many tiles of 64 weight rows (see [`splits`]).
 const PARTIAL_BYTES: usize = MOST_SPLIT_TILES * 64 * MOST_SPLIT_ROWS * 4;
@@ -323,6 +323,7 @@ pub fn linear_plan(shape: &LinearShape) -> LinearPlan {
             33..=64 => few_plan(shape, [64, 128, 64, 4], 256, (4, 1)),
             65..=128 => few_plan(shape, [64, 128, 128, 3], 128, (4, 1)),
             // Too few large tiles leave multiprocessors idle, rows that do not fill a tile cost as if they did.
+            129..=256 if splits > 1 => many_plan(shape, [64, 128, 64, 3], (4, 2)),
             129..=192 if splits == 1 => many_plan(shape, [128, 64, 64, 4], (4, 2)),
             193..=256 if splits == 1 => many_plan(shape, [128, 64, 128, 4], (8, 1)),
             257..=320 => many_plan(shape, [256, 64, 64, 3], (8, 1)),
@@ -335,10 +336,46 @@ pub fn linear_plan(shape: &LinearShape) -> LinearPlan {
     }
 }
 
+/// The plan by which a weight's splits stay apart, into f32; nothing where it has none, or where there are blocks enough
+/// without.
+pub fn apart_plan(shape: &LinearShape) -> Option<LinearPlan> {
+    let plan = linear_plan(shape);
+    if shape.then != Then::Nothing {
+        return None;
+    }
+    if plan.grid[2] > 1 {
+        return Some(plan);
+    }
+    let (splits, _) = splits(shape.kind, shape.n, shape.k);
+    let usual = shape.kind == Type::Bf16 && !shape.int8 && shape.aligned();
+    if splits == 1 || !usual {
+        return None;
+    }
+    let mut plan = match shape.rows {
+        0..=192 => many_plan(shape, [128, 64, 64, 4], (4, 2)),
+        193..=256 => many_plan(shape, [128, 64, 128, 4], (8, 1)),
+        257..=MOST_SPLIT_ROWS => many_plan(shape, [256, 64, 128, 4], (8, 1)),
+        _ => return None,
+    };
+    let last = plan.variant.size_count - 1;
+    plan.variant.sizes[last] = 2;
+    plan.grid[2] = splits;
+    Some(plan)
+}
+
+/// How long the stretches are that rows of `width` are fetched in, if they can be: a tile of stretches of 128 bytes is
+/// one copy of TMA's, where a whole row is one for each.
+fn stretch(kind: Type, width: usize) -> Option<i32> {
+    let stretch = 128 / kind.bytes();
+    width.is_multiple_of(stretch).then_some(stretch as i32)
+}
+
 /// The kernel that rounds rows of activations of `width`.
 pub fn rounding_variant(kind: Type, width: usize) -> Variant {
     let tile = width.next_power_of_two().max(64) as i32;
-    let variant = Variant::new(&kernels::ROUND_ACTIVATIONS, &[kind], &[tile]);
+    let stretch = stretch(kind, width).unwrap_or(tile);
+    let sizes = [tile, tile / stretch, stretch];
+    let variant = Variant::new(&kernels::ROUND_ACTIVATIONS, &[kind], &sizes);
     variant
         .hints(if tile > 4096 { 8 } else { 4 }, 2)
         .aligned(width.is_multiple_of(8))
@@ -359,8 +396,10 @@ pub fn norm_variant(
         0 => 0,
         planes => planes.next_power_of_two() as i32,
     };
-    // A tile of stretches of up to 128 bytes is one copy of TMA's.
-    let stretch = if width.is_multiple_of(32) { 32 } else { tile };
+    // Where bytes are made too, the compiler lays such a tile out so that it is slow, and adds up in another order with
+    // each number of planes.
+    let stretch = stretch(stream, width).filter(|_| !bytes);
+    let stretch = stretch.unwrap_or(tile);
     let variant = Variant::new(
         &kernels::RMS_NORM,
         &[stream, kind],
@@ -734,14 +773,13 @@ impl Ops {
         bias: Option<Address>,
         shape: &LinearShape,
     ) -> Result<Option<Delta>> {
-        let plan = linear_plan(shape);
-        let splits = plan.grid[2];
-        if splits == 1 || shape.then != Then::Nothing {
+        let Some(plan) = apart_plan(shape) else {
             return Ok(None);
-        }
-        self.launch_linear(&plan, 0, x, w, None, shape, true)?;
+        };
+        let (splits, planes) = (plan.grid[2], self.partials.address());
+        self.launch_linear(&plan, planes, x, w, None, shape, true)?;
         Ok(Some(Delta {
-            values: self.partials.address(),
+            values: planes,
             splits,
             scales: shape.int8.then_some([x.scales, w.scales]),
             bias,
@@ -1199,6 +1237,9 @@ pub fn catalog() -> Vec<Variant> {
                         let shape = LinearShape::new([kind, out], shape).then(then);
                         all.push(linear_plan(&shape).variant);
                         all.push(linear_plan(&shape.int8(true)).variant);
+                        if out == Type::F32 {
+                            all.extend(apart_plan(&shape).map(|plan| plan.variant));
+                        }
                     }
                 }
             }
@@ -1491,6 +1532,9 @@ mod tests {
                         let shape = LinearShape::new([kind, out], [rows, n, k]).then(then);
                         has(linear_plan(&shape).variant);
                         has(linear_plan(&shape.int8(true)).variant);
+                        if out == Type::F32 {
+                            apart_plan(&shape).map(|plan| plan.variant).map(has);
+                        }
                         has(rounding_variant(kind, k));
                     }
                 }

@@ -188,8 +188,10 @@ pub mod linear {
         }
     }
 
-    /// Many rows: the activations stand on the left, each block reduces all splits one after the other.
-    /// Grid: (rows / BT, outputs / WIDTH).
+    /// Many rows: the activations stand on the left. `SPLIT` = 0: there are no splits, 1: each block reduces all of them
+    /// one after the other, 2: each block reduces one and leaves its sums in a plane `[t, width]` of `y`, as `linear_few`
+    /// does with `apart`.
+    /// Grid: (rows / BT, outputs / WIDTH), and with `SPLIT` = 2 splits.
     #[cutile::entry(unchecked_accesses = true)]
     unsafe fn linear_many<
         E: ElementType,
@@ -228,8 +230,14 @@ pub mod linear {
         let x_part: Partition<E, { [BT, BK] }> = x_view.partition(shape![BT, BK]);
         let steps: i32 = ceil_div(k, BK);
         let mut sum: Tile<f32, { [BT, BN] }> = constant(0.0f32, shape![BT, BN]);
-        if SPLIT == 0 {
-            for i in 0i32..steps {
+        if SPLIT != 1 {
+            let mut first: i32 = 0;
+            let mut last: i32 = steps;
+            if SPLIT == 2 {
+                first = pid.2 * (k_split / BK);
+                last = min(first + k_split / BK, steps);
+            }
+            for i in first..last {
                 let a: Tile<E, { [BT, BK] }> = x_part.load_pipelined::<LATENCY>([pid.0, i]);
                 let b: Tile<E, { [HALVES, WIDTH, BK] }> =
                     w_part.load_pipelined::<LATENCY>([0i32, pid.1, i]);
@@ -252,26 +260,35 @@ pub mod linear {
                 sum = sum + acc;
             }
         }
-        if has_bias == 1 {
-            let b: Tile<f32, { [1, BN] }> =
-                row_vector::<E, BN, HALVES, WIDTH>(bias, width, pid.1, free);
-            sum = sum + b.broadcast(shape![BT, BN]);
+        if SPLIT == 2 {
+            let grid: (i32, i32, i32) = get_num_tile_blocks();
+            let p_view: Tensor<O, { [-1, -1, -1] }> = page_pool(y, grid.2, t, width, free);
+            let mut p_part: PartitionMut<O, { [1, BT, BN] }> =
+                p_view.partition_full_mut(shape![1, BT, BN]);
+            let plane: Tile<O, { [BT, BN] }> = convert_tile(sum);
+            p_part.store_unchecked(plane.reshape(shape![1, BT, BN]), [pid.2, pid.0, pid.1]);
+        } else {
+            if has_bias == 1 {
+                let b: Tile<f32, { [1, BN] }> =
+                    row_vector::<E, BN, HALVES, WIDTH>(bias, width, pid.1, free);
+                sum = sum + b.broadcast(shape![BT, BN]);
+            }
+            let y_view: Tensor<O, { [-1, -1] }> = matrix(y, t, width, width, free);
+            let mut y_part: PartitionMut<O, { [BT, WIDTH] }> =
+                y_view.partition_full_mut(shape![BT, WIDTH]);
+            let out: Tile<f32, { [BT, HALVES, WIDTH] }> = sum.reshape(shape![BT, HALVES, WIDTH]);
+            let first: Tile<i32, { [] }> = scalar_to_tile(0i32);
+            let mut value: Tile<f32, { [BT, 1, WIDTH] }> = extract(out, [first, first, first]);
+            if ACT == 1 {
+                let second: Tile<i32, { [] }> = scalar_to_tile(1i32);
+                let up: Tile<f32, { [BT, 1, WIDTH] }> = extract(out, [first, second, first]);
+                value = gated_silu::<E, BT, 1, WIDTH>(value, up);
+            }
+            if ACT == 2 {
+                value = curve::<E, BT, 1, WIDTH>(value, alpha_p, alpha_n, beta, eps);
+            }
+            let out: Tile<O, { [BT, 1, WIDTH] }> = convert_tile(value);
+            y_part.store_unchecked(out.reshape(shape![BT, WIDTH]), [pid.0, pid.1]);
         }
-        let y_view: Tensor<O, { [-1, -1] }> = matrix(y, t, width, width, free);
-        let mut y_part: PartitionMut<O, { [BT, WIDTH] }> =
-            y_view.partition_full_mut(shape![BT, WIDTH]);
-        let out: Tile<f32, { [BT, HALVES, WIDTH] }> = sum.reshape(shape![BT, HALVES, WIDTH]);
-        let first: Tile<i32, { [] }> = scalar_to_tile(0i32);
-        let mut value: Tile<f32, { [BT, 1, WIDTH] }> = extract(out, [first, first, first]);
-        if ACT == 1 {
-            let second: Tile<i32, { [] }> = scalar_to_tile(1i32);
-            let up: Tile<f32, { [BT, 1, WIDTH] }> = extract(out, [first, second, first]);
-            value = gated_silu::<E, BT, 1, WIDTH>(value, up);
-        }
-        if ACT == 2 {
-            value = curve::<E, BT, 1, WIDTH>(value, alpha_p, alpha_n, beta, eps);
-        }
-        let out: Tile<O, { [BT, 1, WIDTH] }> = convert_tile(value);
-        y_part.store_unchecked(out.reshape(shape![BT, WIDTH]), [pid.0, pid.1]);
     }
 }

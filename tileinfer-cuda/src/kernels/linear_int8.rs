@@ -12,9 +12,9 @@ pub mod linear_int8 {
     use cutile::core::*;
 
     /// Rows of activations as bytes: `out` holds all rows of `hi`, then all rows of `lo`; `scales` one number a
-    /// row. Grid: (rows).
+    /// row; a row is `S` stretches of `C`. Grid: (rows).
     #[cutile::entry(unchecked_accesses = true)]
-    unsafe fn round_activations<E: ElementType, const W: i32>(
+    unsafe fn round_activations<E: ElementType, const W: i32, const S: i32, const C: i32>(
         out: *mut i8,
         scales: *mut f32,
         x: *mut E,
@@ -23,9 +23,9 @@ pub mod linear_int8 {
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
         let free: Token = start_early();
-        let x_view: Tensor<E, { [-1, -1] }> = matrix(x, rows, width, width, free);
-        let x_part: Partition<E, { [1, W] }> = x_view.partition(shape![1, W]);
-        let x: Tile<E, { [1, W] }> = x_part.load([pid.0, 0i32]);
+        let x_view: Tensor<E, { [-1, -1, -1, -1] }> =
+            in_stretches::<E, S, C>(x, 1i32, rows, width, free);
+        let x: Tile<E, { [1, W] }> = rows_of::<E, 1, W, S, C>(&x_view, 0i32, pid.0);
         let x: Tile<f32, { [1, W] }> = convert_tile(x);
         store_rounded::<1, W>(out, scales, x, pid.0, rows, width, free);
     }

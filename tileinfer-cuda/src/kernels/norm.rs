@@ -8,41 +8,6 @@ pub mod norm {
     use super::super::views::views::*;
     use cutile::core::*;
 
-    /// Planes of rows as a view of four axes: planes, rows, and a row in stretches of `C`. A tile of stretches is one
-    /// copy of TMA's, where a tile as wide as the row would be one for every 256 numbers.
-    ///
-    /// # Safety
-    /// As for [`matrix`](views).
-    unsafe fn in_stretches<T: ElementType, const C: i32>(
-        base: *mut T,
-        planes: i32,
-        rows: i32,
-        width: i32,
-        free: Token,
-    ) -> Tensor<T, { [-1, -1, -1, -1] }> {
-        let stretches: i32 = width / C;
-        let plane: i32 = rows * width;
-        let shape: Shape<{ [-1, -1, -1, -1] }> = Shape::<{ [-1, -1, -1, -1] }> {
-            dims: &[planes, rows, stretches, C],
-        };
-        let strides: Array<{ [-1, -1, -1, 1] }> = Array::<{ [-1, -1, -1, 1] }> {
-            dims: &[plane, width, C],
-        };
-        let base: PointerTile<*mut T, { [] }> = pointer_to_tile(base);
-        make_tensor_view(base, shape, strides, free)
-    }
-
-    /// The rows of a block, of one plane.
-    fn rows_of<T: ElementType, const R: i32, const W: i32, const S: i32, const C: i32>(
-        view: &Tensor<T, { [-1, -1, -1, -1] }>,
-        plane: i32,
-        block: i32,
-    ) -> Tile<T, { [R, W] }> {
-        let part: Partition<T, { [1, R, S, C] }> = view.partition(shape![1, R, S, C]);
-        let rows: Tile<T, { [1, R, S, C] }> = part.load([plane, block, 0i32, 0i32]);
-        rows.reshape(shape![R, W])
-    }
-
     /// Writes the rows of a block.
     ///
     /// # Safety
@@ -78,7 +43,7 @@ pub mod norm {
         free: Token,
     ) -> Tile<T, { [R, W] }> {
         let view: Tensor<T, { [-1, -1, -1, -1] }> =
-            in_stretches::<T, C>(planes, splits, rows, width, free);
+            in_stretches::<T, S, C>(planes, splits, rows, width, free);
         let mut sum: Tile<T, { [R, W] }> = constant(T::ZERO, shape![R, W]);
         sum = sum + rows_of::<T, R, W, S, C>(&view, 0i32, block);
         if PLANES > 1 {
@@ -107,7 +72,7 @@ pub mod norm {
         free: Token,
     ) -> Tile<f32, { [1, W] }> {
         let view: Tensor<T, { [-1, -1, -1, -1] }> =
-            in_stretches::<T, C>(base, 1i32, 1i32, width, free);
+            in_stretches::<T, S, C>(base, 1i32, 1i32, width, free);
         let values: Tile<T, { [1, W] }> = rows_of::<T, 1, W, S, C>(&view, 0i32, 0i32);
         convert_tile(values)
     }
@@ -150,7 +115,7 @@ pub mod norm {
         let pid: (i32, i32, i32) = get_tile_block_id();
         let free: Token = start_early();
         let x_view: Tensor<X, { [-1, -1, -1, -1] }> =
-            in_stretches::<X, C>(x, 1i32, rows, width, free);
+            in_stretches::<X, S, C>(x, 1i32, rows, width, free);
         let value: Tile<X, { [R, W] }> = rows_of::<X, R, W, S, C>(&x_view, 0i32, pid.0);
         let mut value: Tile<f32, { [R, W] }> = convert_tile(value);
         if PLANES > 0 {
@@ -193,7 +158,7 @@ pub mod norm {
             value * scale.broadcast(shape![R, W]) * w.broadcast(shape![R, W]);
         let normed: Tile<E, { [R, W] }> = convert_tile(normed);
         let out_view: Tensor<E, { [-1, -1, -1, -1] }> =
-            in_stretches::<E, C>(out, 1i32, rows, width, free);
+            in_stretches::<E, S, C>(out, 1i32, rows, width, free);
         store_rows::<E, R, W, S, C>(&out_view, normed, pid.0);
         if BYTES == 1 {
             let rounded: Tile<f32, { [R, W] }> = convert_tile(normed);
