@@ -102,12 +102,10 @@ impl Then {
 /// What is added to a residual stream: a layer's output, or its splits still apart and its bias.
 #[derive(Debug, Clone, Copy)]
 pub struct Delta {
-    /// One plane `[rows, width]` a split; of an int8 weight two, in integers.
+    /// One plane `[rows, width]` a split.
     pub values: Address,
     /// Splits.
     pub splits: usize,
-    /// Scales of an int8 layer's rows of activations and of its weight.
-    pub scales: Option<[Address; 2]>,
     /// What else is added.
     pub bias: Option<Address>,
 }
@@ -117,7 +115,6 @@ impl From<Address> for Delta {
         Delta {
             values,
             splits: 1,
-            scales: None,
             bias: None,
         }
     }
@@ -224,6 +221,21 @@ pub fn few_plan(shape: &LinearShape, tile: [i32; 4], first: i32, hints: (i32, i3
     plan
 }
 
+/// The same for an int8 weight, whose sums are exact in any order: a block reduces all columns, and tiles of fewer weight
+/// rows give every multiprocessor one.
+pub fn unsplit_plan(
+    shape: &LinearShape,
+    tile: [i32; 4],
+    first: i32,
+    hints: (i32, i32),
+) -> LinearPlan {
+    let mut plan = linear_plan_of(&kernels::FEW_INT8, shape, tile, hints);
+    plan.variant = plan.variant.and_size(first);
+    plan.grid[2] = 1;
+    plan.split_columns = shape.k.next_multiple_of(first as usize);
+    plan
+}
+
 /// A plan by which many rows fill the tensor cores; `tile` and `hints` as for [`few_plan`].
 pub fn many_plan(shape: &LinearShape, tile: [i32; 4], hints: (i32, i32)) -> LinearPlan {
     let kernel = if shape.int8 {
@@ -293,6 +305,12 @@ pub fn linear_plan(shape: &LinearShape) -> LinearPlan {
         },
         // A row is two rows of bytes.
         (_, true) => match rows {
+            ..=8 if splits > 1 && shape.n <= 32 * MULTIPROCESSORS => {
+                unsplit_plan(shape, [32, 256, 8, 3], 2048, (4, 1))
+            }
+            9..=16 if splits > 1 && shape.n <= 32 * MULTIPROCESSORS => {
+                unsplit_plan(shape, [32, 256, 16, 3], 512, (4, 1))
+            }
             ..=8 if alone => {
                 let first = if columns <= 2048 { 1024 } else { 512 };
                 few_plan(shape, [64, 256, 8, 3], first, (4, 1))
@@ -339,19 +357,16 @@ pub fn linear_plan(shape: &LinearShape) -> LinearPlan {
 /// The plan by which a weight's splits stay apart, into f32; nothing where it has none, or where there are blocks enough
 /// without.
 pub fn apart_plan(shape: &LinearShape) -> Option<LinearPlan> {
-    let plan = linear_plan(shape);
-    if shape.then != Then::Nothing {
+    let (splits, _) = splits(shape.kind, shape.n, shape.k);
+    if splits == 1 || shape.int8 || shape.then != Then::Nothing {
         return None;
     }
+    let plan = linear_plan(shape);
     if plan.grid[2] > 1 {
         return Some(plan);
     }
-    let (splits, _) = splits(shape.kind, shape.n, shape.k);
-    let usual = shape.kind == Type::Bf16 && !shape.int8 && shape.aligned();
-    if splits == 1 || !usual {
-        return None;
-    }
     let mut plan = match shape.rows {
+        _ if !shape.aligned() => return None,
         0..=192 => many_plan(shape, [128, 64, 64, 4], (4, 2)),
         193..=256 => many_plan(shape, [128, 64, 128, 4], (8, 1)),
         257..=MOST_SPLIT_ROWS => many_plan(shape, [256, 64, 128, 4], (8, 1)),
@@ -363,19 +378,10 @@ pub fn apart_plan(shape: &LinearShape) -> Option<LinearPlan> {
     Some(plan)
 }
 
-/// How long the stretches are that rows of `width` are fetched in, if they can be: a tile of stretches of 128 bytes is
-/// one copy of TMA's, where a whole row is one for each.
-fn stretch(kind: Type, width: usize) -> Option<i32> {
-    let stretch = 128 / kind.bytes();
-    width.is_multiple_of(stretch).then_some(stretch as i32)
-}
-
 /// The kernel that rounds rows of activations of `width`.
 pub fn rounding_variant(kind: Type, width: usize) -> Variant {
     let tile = width.next_power_of_two().max(64) as i32;
-    let stretch = stretch(kind, width).unwrap_or(tile);
-    let sizes = [tile, tile / stretch, stretch];
-    let variant = Variant::new(&kernels::ROUND_ACTIVATIONS, &[kind], &sizes);
+    let variant = Variant::new(&kernels::ROUND_ACTIVATIONS, &[kind], &[tile]);
     variant
         .hints(if tile > 4096 { 8 } else { 4 }, 2)
         .aligned(width.is_multiple_of(8))
@@ -383,23 +389,20 @@ pub fn rounding_variant(kind: Type, width: usize) -> Variant {
 
 /// The norm kernel from rows of type `stream` and of `width` to rows of `kind`; `planes` of a [`Delta`] that it adds
 /// first, `bytes` for the one that leaves its rows for int8 weights as well.
-pub fn norm_variant(
-    stream: Type,
-    kind: Type,
-    width: usize,
-    (planes, sums): (usize, bool),
-    bytes: bool,
-) -> Variant {
+pub fn norm_variant(stream: Type, kind: Type, width: usize, planes: usize, bytes: bool) -> Variant {
     let tile = width.next_power_of_two().clamp(64, WIDEST_NORM) as i32;
     let rows = (1024 / tile).max(1);
     let planes = match planes {
         0 => 0,
         planes => planes.next_power_of_two() as i32,
     };
-    // Where bytes are made too, the compiler lays such a tile out so that it is slow, and adds up in another order with
-    // each number of planes.
-    let stretch = stretch(stream, width).filter(|_| !bytes);
-    let stretch = stretch.unwrap_or(tile);
+    // A tile of stretches of 128 bytes is one copy of TMA's, where a whole row is one for each. Where bytes are made too
+    // the compiler lays it out so that it is slow.
+    let stretch = if width.is_multiple_of(32) && !bytes {
+        32
+    } else {
+        tile
+    };
     let variant = Variant::new(
         &kernels::RMS_NORM,
         &[stream, kind],
@@ -407,7 +410,6 @@ pub fn norm_variant(
             rows,
             tile,
             planes,
-            i32::from(sums),
             i32::from(bytes),
             tile / stretch,
             stretch,
@@ -781,7 +783,6 @@ impl Ops {
         Ok(Some(Delta {
             values: planes,
             splits,
-            scales: shape.int8.then_some([x.scales, w.scales]),
             bias,
         }))
     }
@@ -808,6 +809,8 @@ impl Ops {
             .any(|&few| std::ptr::eq(plan.variant.kernel, few));
         if few {
             arguments.extend([self.partials.address(), self.tickets.address()].map(Argument::from));
+        }
+        if few && !shape.int8 {
             arguments.push(i32::from(apart).into());
         }
         let width = shape.n / shape.then.halves();
@@ -852,21 +855,14 @@ impl Ops {
     ) -> Result<()> {
         let planes = delta.map_or(0, |delta| delta.splits);
         let delta = delta.unwrap_or(Delta::from(0));
-        let sums = (planes, delta.scales.is_some());
-        let variant = norm_variant(stream, kind, width, sums, bytes.is_some());
+        let variant = norm_variant(stream, kind, width, planes, bytes.is_some());
         let to = bytes.unwrap_or(Rows::from(0));
-        let low = delta.values + (delta.splits * rows * width * 4) as Address;
-        let [y_scales, w_scales] = delta.scales.unwrap_or([0; 2]);
         let arguments = [
             out.into(),
             to.values.into(),
             to.scales.into(),
             x.into(),
             delta.values.into(),
-            delta.values.into(),
-            low.into(),
-            y_scales.into(),
-            w_scales.into(),
             delta.splits.into(),
             delta.bias.unwrap_or(0).into(),
             i32::from(delta.bias.is_some()).into(),
@@ -1228,6 +1224,7 @@ pub fn catalog() -> Vec<Variant> {
                         [1024, 2048],
                         [4096, 1024],
                         [6144, 4096],
+                        [6144, 2048],
                         [4608, 3584],
                         [24576, 4096],
                         [28672, 4096],
@@ -1243,21 +1240,25 @@ pub fn catalog() -> Vec<Variant> {
                     }
                 }
             }
-            // Odd widths are for tests: there are no such models.
+            // Widths that are not multiples of 32 are for tests: there are no such models.
             let widths: &[usize] = if aligned {
-                &[64, 128, 256, 512, 1024, 2048, 4096, 8192]
+                &[
+                    56, 64, 120, 128, 256, 504, 512, 1016, 1024, 2048, 4096, 8192,
+                ]
             } else {
                 &[64, 128, 256]
             };
             for width in widths.iter().map(|width| width - odd) {
-                all.push(norm_variant(kind, kind, width, (0, false), false));
+                all.push(norm_variant(kind, kind, width, 0, false));
                 // What layers of all widths that share the tile are cut into.
                 let cut = |k| [width, 3 * width / 4, width / 2 + 1].map(|n| splits(kind, n, k).0);
                 let planes = [256, 512, 1024, 4096].into_iter().flat_map(cut);
                 for planes in planes.chain([0, 1]) {
-                    for (sums, bytes) in [(false, false), (false, true), (planes > 1, true)] {
-                        all.push(norm_variant(Type::F32, kind, width, (planes, sums), bytes));
-                    }
+                    all.push(norm_variant(Type::F32, kind, width, planes, false));
+                }
+                // Splits of int8 weights do not stay apart.
+                for planes in [0, 1] {
+                    all.push(norm_variant(Type::F32, kind, width, planes, true));
                 }
             }
             for width in [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768] {
@@ -1500,6 +1501,27 @@ mod tests {
         }
     }
 
+    #[test]
+    fn the_pack_holds_the_norms_of_the_suite() {
+        let catalog: HashSet<Variant> = catalog().into_iter().collect();
+        for kind in [Type::Bf16, Type::F32] {
+            let has = |planes, width, bytes| {
+                let variant = norm_variant(Type::F32, kind, width, planes, bytes);
+                assert!(catalog.contains(&variant), "{variant}");
+            };
+            for width in tileinfer::testing::NORM_WIDTHS {
+                assert!(catalog.contains(&norm_variant(kind, kind, width, 0, false)));
+                for planes in [0, 1] {
+                    has(planes, width, false);
+                    has(planes, width, true);
+                }
+            }
+            for (n, k) in tileinfer::testing::RESIDUAL_LAYERS {
+                has(splits(kind, n, k).0, n, false);
+            }
+        }
+    }
+
     /// What steps of real models launch is in the pack, so a user needs no toolkit.
     #[test]
     fn the_pack_holds_what_real_models_launch() {
@@ -1540,9 +1562,8 @@ mod tests {
                 }
                 let cut = [q, wide].map(|k| splits(kind, hidden, k).0);
                 for planes in [0, 1].into_iter().chain(cut) {
-                    for (sums, bytes) in [(false, false), (false, true), (planes > 1, true)] {
-                        has(norm_variant(Type::F32, kind, hidden, (planes, sums), bytes));
-                    }
+                    has(norm_variant(Type::F32, kind, hidden, planes, false));
+                    has(norm_variant(Type::F32, kind, hidden, planes.min(1), true));
                 }
                 has(stretch_variant(
                     &kernels::GATHER,

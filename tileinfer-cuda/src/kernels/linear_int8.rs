@@ -12,9 +12,9 @@ pub mod linear_int8 {
     use cutile::core::*;
 
     /// Rows of activations as bytes: `out` holds all rows of `hi`, then all rows of `lo`; `scales` one number a
-    /// row; a row is `S` stretches of `C`. Grid: (rows).
+    /// row. Grid: (rows).
     #[cutile::entry(unchecked_accesses = true)]
-    unsafe fn round_activations<E: ElementType, const W: i32, const S: i32, const C: i32>(
+    unsafe fn round_activations<E: ElementType, const W: i32>(
         out: *mut i8,
         scales: *mut f32,
         x: *mut E,
@@ -23,17 +23,16 @@ pub mod linear_int8 {
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
         let free: Token = start_early();
-        let x_view: Tensor<E, { [-1, -1, -1, -1] }> =
-            in_stretches::<E, S, C>(x, 1i32, rows, width, free);
-        let x: Tile<E, { [1, W] }> = rows_of::<E, 1, W, S, C>(&x_view, 0i32, pid.0);
+        let x_view: Tensor<E, { [-1, -1] }> = matrix(x, rows, width, width, free);
+        let x_part: Partition<E, { [1, W] }> = x_view.partition(shape![1, W]);
+        let x: Tile<E, { [1, W] }> = x_part.load([pid.0, 0i32]);
         let x: Tile<f32, { [1, W] }> = convert_tile(x);
         store_rounded::<1, W>(out, scales, x, pid.0, rows, width, free);
     }
 
     /// Few rows: the weight stands on the left, as in `linear_few`.
     /// Grid: (rows / BT, outputs / WIDTH, splits). `partials` holds every tile of every split, `tickets` a zero
-    /// for every tile; with `apart` = 1, `partials` gets planes `[t, width]`, `H` of each split and then `L` of each,
-    /// which what comes next makes one number of.
+    /// for every tile.
     #[cutile::entry(unchecked_accesses = true)]
     unsafe fn few_int8<
         E: ElementType,
@@ -57,7 +56,6 @@ pub mod linear_int8 {
         has_bias: i32,
         partials: *mut i32,
         tickets: *mut i32,
-        apart: i32,
         t: i32,
         width: i32,
         depth: i32,
@@ -106,30 +104,7 @@ pub mod linear_int8 {
         }
 
         let mut mine: i32 = 1;
-        if ACT == 0 {
-            if apart == 1 {
-                mine = 0;
-                let p_view: Tensor<i32, { [-1, -1, -1] }> =
-                    page_pool(partials, 2 * splits, t, width, free);
-                let mut p_part: PartitionMut<i32, { [1, BT, BN] }> =
-                    p_view.partition_full_mut(shape![1, BT, BN]);
-                let zero: Tile<i32, { [] }> = scalar_to_tile(0i32);
-                let next: Tile<i32, { [] }> = scalar_to_tile(1i32);
-                let both: Tile<i32, { [BN, 2, BT] }> = acc.reshape(shape![BN, 2, BT]);
-                let high: Tile<i32, { [BN, 1, BT] }> = extract(both, [zero, zero, zero]);
-                let high: Tile<i32, { [BN, BT] }> = high.reshape(shape![BN, BT]);
-                let high: Tile<i32, { [BT, BN] }> = high.transpose();
-                p_part.store_unchecked(high.reshape(shape![1, BT, BN]), [pid.2, pid.0, pid.1]);
-                let low: Tile<i32, { [BN, 1, BT] }> = extract(both, [zero, next, zero]);
-                let low: Tile<i32, { [BN, BT] }> = low.reshape(shape![BN, BT]);
-                let low: Tile<i32, { [BT, BN] }> = low.transpose();
-                p_part.store_unchecked(
-                    low.reshape(shape![1, BT, BN]),
-                    [splits + pid.2, pid.0, pid.1],
-                );
-            }
-        }
-        if splits * mine > 1 {
+        if splits > 1 {
             let tile: i32 = pid.1 * grid.0 + pid.0;
             let slots: i32 = grid.0 * grid.1 * splits;
             let p_view: Tensor<i32, { [-1, -1] }> = matrix(partials, slots * BN, BT2, BT2, free);

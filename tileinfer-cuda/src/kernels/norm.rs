@@ -8,6 +8,46 @@ pub mod norm {
     use super::super::views::views::*;
     use cutile::core::*;
 
+    /// Planes of rows as a view of four axes: planes, rows, and a row in stretches of `C`, or whole (`S` = 1). A tile of stretches is one
+    /// copy of TMA's, where a tile as wide as the row would be one for every 256 numbers.
+    ///
+    /// # Safety
+    /// As for [`matrix`](views).
+    unsafe fn in_stretches<T: ElementType, const S: i32, const C: i32>(
+        base: *mut T,
+        planes: i32,
+        rows: i32,
+        width: i32,
+        free: Token,
+    ) -> Tensor<T, { [-1, -1, -1, -1] }> {
+        let plane: i32 = rows * width;
+        let mut stretches: i32 = 1;
+        let mut length: i32 = width;
+        if S > 1 {
+            stretches = width / C;
+            length = C;
+        }
+        let shape: Shape<{ [-1, -1, -1, -1] }> = Shape::<{ [-1, -1, -1, -1] }> {
+            dims: &[planes, rows, stretches, length],
+        };
+        let strides: Array<{ [-1, -1, -1, 1] }> = Array::<{ [-1, -1, -1, 1] }> {
+            dims: &[plane, width, length],
+        };
+        let base: PointerTile<*mut T, { [] }> = pointer_to_tile(base);
+        make_tensor_view(base, shape, strides, free)
+    }
+
+    /// The rows of a block, of one plane.
+    fn rows_of<T: ElementType, const R: i32, const W: i32, const S: i32, const C: i32>(
+        view: &Tensor<T, { [-1, -1, -1, -1] }>,
+        plane: i32,
+        block: i32,
+    ) -> Tile<T, { [R, W] }> {
+        let part: Partition<T, { [1, R, S, C] }> = view.partition(shape![1, R, S, C]);
+        let rows: Tile<T, { [1, R, S, C] }> = part.load([plane, block, 0i32, 0i32]);
+        rows.reshape(shape![R, W])
+    }
+
     /// Writes the rows of a block.
     ///
     /// # Safety
@@ -78,10 +118,8 @@ pub mod norm {
     }
 
     /// `out = rms_norm(x) * weight`; with `PLANES` > 0, `x += delta` (written back) before. A delta is the sum of up to
-    /// `PLANES` planes, the splits of a layer that left them apart, and of its bias; with `SUMS` = 1 planes of integers,
-    /// `high` and `low` as `few_int8` leaves them, of activations and weights with these scales. With `BYTES` = 1
-    /// what is written to `out` also goes to `bytes` and `scales`, as int8 weights take it. A row is `W` numbers in `S`
-    /// stretches of `C`.
+    /// `PLANES` planes, the splits of a layer that left them apart, and of its bias. With `BYTES` = 1 what is written to
+    /// `out` also goes to `bytes` and `scales`, as int8 weights take it. A row is `W` numbers in `S` stretches of `C`.
     /// Grid: (rows / R).
     #[cutile::entry(unchecked_accesses = true)]
     unsafe fn rms_norm<
@@ -90,7 +128,6 @@ pub mod norm {
         const R: i32,
         const W: i32,
         const PLANES: i32,
-        const SUMS: i32,
         const BYTES: i32,
         const S: i32,
         const C: i32,
@@ -100,10 +137,6 @@ pub mod norm {
         scales: *mut f32,
         x: *mut X,
         delta: *mut X,
-        high: *mut i32,
-        low: *mut i32,
-        y_scales: *mut f32,
-        w_scales: *mut f32,
         splits: i32,
         bias: *mut E,
         has_bias: i32,
@@ -119,24 +152,9 @@ pub mod norm {
         let value: Tile<X, { [R, W] }> = rows_of::<X, R, W, S, C>(&x_view, 0i32, pid.0);
         let mut value: Tile<f32, { [R, W] }> = convert_tile(value);
         if PLANES > 0 {
-            let mut change: Tile<f32, { [R, W] }> = constant(0.0f32, shape![R, W]);
-            if SUMS == 1 {
-                let h: Tile<i32, { [R, W] }> =
-                    summed::<i32, PLANES, R, W, S, C>(high, splits, rows, width, pid.0, free);
-                let l: Tile<i32, { [R, W] }> =
-                    summed::<i32, PLANES, R, W, S, C>(low, splits, rows, width, pid.0, free);
-                let t_view: Tensor<f32, { [-1, -1] }> = matrix(y_scales, rows, 1i32, 1i32, free);
-                let t_part: Partition<f32, { [R, 1] }> = t_view.partition(shape![R, 1]);
-                let t: Tile<f32, { [R, 1] }> = t_part.load([pid.0, 0i32]);
-                let s: Tile<f32, { [1, W] }> = wide_vector::<f32, W, S, C>(w_scales, width, free);
-                let scale: Tile<f32, { [R, W] }> =
-                    t.broadcast(shape![R, W]) * s.broadcast(shape![R, W]);
-                change = joined::<R, W>(h, l) * scale;
-            } else {
-                let sum: Tile<X, { [R, W] }> =
-                    summed::<X, PLANES, R, W, S, C>(delta, splits, rows, width, pid.0, free);
-                change = convert_tile(sum);
-            }
+            let sum: Tile<X, { [R, W] }> =
+                summed::<X, PLANES, R, W, S, C>(delta, splits, rows, width, pid.0, free);
+            let mut change: Tile<f32, { [R, W] }> = convert_tile(sum);
             if has_bias == 1 {
                 let b: Tile<f32, { [1, W] }> = wide_vector::<E, W, S, C>(bias, width, free);
                 change = change + b.broadcast(shape![R, W]);

@@ -47,46 +47,6 @@ pub mod views {
         make_tensor_view(base, shape, strides, token)
     }
 
-    /// Planes of rows as a view of four axes: planes, rows, and a row in stretches of `C`, or whole (`S` = 1). A tile of stretches is one
-    /// copy of TMA's, where a tile as wide as the row would be one for every 256 numbers.
-    ///
-    /// # Safety
-    /// As for [`matrix`].
-    pub unsafe fn in_stretches<T: ElementType, const S: i32, const C: i32>(
-        base: *mut T,
-        planes: i32,
-        rows: i32,
-        width: i32,
-        free: Token,
-    ) -> Tensor<T, { [-1, -1, -1, -1] }> {
-        let plane: i32 = rows * width;
-        let mut stretches: i32 = 1;
-        let mut length: i32 = width;
-        if S > 1 {
-            stretches = width / C;
-            length = C;
-        }
-        let shape: Shape<{ [-1, -1, -1, -1] }> = Shape::<{ [-1, -1, -1, -1] }> {
-            dims: &[planes, rows, stretches, length],
-        };
-        let strides: Array<{ [-1, -1, -1, 1] }> = Array::<{ [-1, -1, -1, 1] }> {
-            dims: &[plane, width, length],
-        };
-        let base: PointerTile<*mut T, { [] }> = pointer_to_tile(base);
-        make_tensor_view(base, shape, strides, free)
-    }
-
-    /// The rows of a block, of one plane.
-    pub fn rows_of<T: ElementType, const R: i32, const W: i32, const S: i32, const C: i32>(
-        view: &Tensor<T, { [-1, -1, -1, -1] }>,
-        plane: i32,
-        block: i32,
-    ) -> Tile<T, { [R, W] }> {
-        let part: Partition<T, { [1, R, S, C] }> = view.partition(shape![1, R, S, C]);
-        let rows: Tile<T, { [1, R, S, C] }> = part.load([plane, block, 0i32, 0i32]);
-        rows.reshape(shape![R, W])
-    }
-
     /// The numbers that go with the weight rows of a block, one a column: `HALVES` runs of `WIDTH`, `width` apart.
     ///
     /// # Safety

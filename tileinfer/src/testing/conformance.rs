@@ -26,8 +26,9 @@ pub fn conformance<B: Backend>(make: &dyn Fn(ComputeType) -> B) {
         suite.moves();
         suite.norms();
         suite.linears(false);
+        suite.residual_layers(false);
         suite.linears(true);
-        suite.residual_layers();
+        suite.residual_layers(true);
         suite.activations();
         suite.rotations();
         suite.attention();
@@ -55,6 +56,13 @@ pub const ATTENTION_HEADS: [(usize, usize, usize); 6] = [
     (9, 3, 64),
     (4, 1, 128),
 ];
+
+/// Widths that norms are checked with.
+pub const NORM_WIDTHS: [usize; 8] = [1, 8, 24, 60, 64, 128, 576, 1000];
+
+/// Rows and columns of the weights of layers that are checked together with the norm after them: such that a backend may
+/// cut the columns into two, four and eight.
+pub const RESIDUAL_LAYERS: [(usize, usize); 4] = [(576, 300), (64, 520), (40, 1030), (130, 2048)];
 
 /// A step layout whose spans have the given (start, rows), with pages scattered on purpose.
 pub(crate) fn layout(spans: &[(usize, usize)], page_size: usize, pages: usize) -> StepLayout {
@@ -226,7 +234,7 @@ impl<B: Backend> Suite<B> {
     }
 
     fn norms(&self) {
-        for width in [1, 8, 24, 60, 64, 128, 576, 1000] {
+        for width in NORM_WIDTHS {
             for rows in ROWS {
                 let mut numbers = self.seed(width as u64);
                 let x = numbers.normals(rows * width, 2.0, self.kind);
@@ -273,11 +281,10 @@ impl<B: Backend> Suite<B> {
         }
     }
 
-    /// A layer, the residual update and the norm in one give what they give one after the other. The sizes are such that
-    /// a backend may cut a layer's columns into two, four and eight.
-    fn residual_layers(&self) {
-        for (n, k) in [(576, 300), (64, 520), (40, 1030), (130, 2048)] {
-            for rows in [1, 3, 16, 33, 130] {
+    /// A layer, the residual update and the norm in one give what they give one after the other.
+    fn residual_layers(&self, int8: bool) {
+        for (n, k) in RESIDUAL_LAYERS {
+            for rows in [1, 3, 16, 33, 130, 300] {
                 let mut numbers = self.seed((n * 1000 + k) as u64);
                 let input = numbers.normals(rows * k, 1.0, self.kind);
                 let before = numbers.normals(rows * n, 2.0, self.kind);
@@ -286,13 +293,10 @@ impl<B: Backend> Suite<B> {
                 let bias = vector(&numbers.normals(n, 1.0, self.kind));
                 let norm = vector(&numbers.normals(n, 1.0, self.kind));
                 let host = weight(n, k, &weights, self.kind);
-                for (host, bias) in [
-                    (&host, None),
-                    (&host, Some(&bias)),
-                    (&host.to_int8(), Some(&bias)),
-                ] {
+                let host = if int8 { host.to_int8() } else { host };
+                for bias in [None, Some(&bias)] {
                     let b = &self.backend;
-                    let layer = (&b.load_weight(host).unwrap(), bias);
+                    let layer = (&b.load_weight(&host).unwrap(), bias);
                     let y = self.tensor(b, rows, k, &input);
                     let run = |fused: bool| {
                         let mut x = self.blank(b, Element::F32, rows, n);
@@ -313,9 +317,8 @@ impl<B: Backend> Suite<B> {
                     };
                     assert!(
                         run(true) == run(false),
-                        "a layer of {rows} x {k} -> {n}, bias {}, int8 {}, and what follows it",
-                        bias.is_some(),
-                        host.has_int8()
+                        "a layer of {rows} x {k} -> {n}, bias {}, int8 {int8}, and what follows it",
+                        bias.is_some()
                     );
                 }
             }
