@@ -318,6 +318,9 @@ pub(crate) fn open(
         voice,
     )?;
     opened.load_seconds = start.elapsed().as_secs_f64();
+    // Files stay mapped: where all of a large one was read, letting go of it holds everything up for tenths of a second,
+    // in another thread too. Its pages are the system's to take back.
+    std::mem::forget((host, drafter, checkpoint));
     Ok(opened)
 }
 

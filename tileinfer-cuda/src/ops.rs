@@ -221,21 +221,6 @@ pub fn few_plan(shape: &LinearShape, tile: [i32; 4], first: i32, hints: (i32, i3
     plan
 }
 
-/// The same for an int8 weight, whose sums are exact in any order: a block reduces all columns, and tiles of fewer weight
-/// rows give every multiprocessor one.
-pub fn unsplit_plan(
-    shape: &LinearShape,
-    tile: [i32; 4],
-    first: i32,
-    hints: (i32, i32),
-) -> LinearPlan {
-    let mut plan = linear_plan_of(&kernels::FEW_INT8, shape, tile, hints);
-    plan.variant = plan.variant.and_size(first);
-    plan.grid[2] = 1;
-    plan.split_columns = shape.k.next_multiple_of(first as usize);
-    plan
-}
-
 /// A plan by which many rows fill the tensor cores; `tile` and `hints` as for [`few_plan`].
 pub fn many_plan(shape: &LinearShape, tile: [i32; 4], hints: (i32, i32)) -> LinearPlan {
     let kernel = if shape.int8 {
@@ -305,12 +290,6 @@ pub fn linear_plan(shape: &LinearShape) -> LinearPlan {
         },
         // A row is two rows of bytes.
         (_, true) => match rows {
-            ..=8 if splits > 1 && shape.n <= 32 * MULTIPROCESSORS => {
-                unsplit_plan(shape, [32, 256, 8, 3], 2048, (4, 1))
-            }
-            9..=16 if splits > 1 && shape.n <= 32 * MULTIPROCESSORS => {
-                unsplit_plan(shape, [32, 256, 16, 3], 512, (4, 1))
-            }
             ..=8 if alone => {
                 let first = if columns <= 2048 { 1024 } else { 512 };
                 few_plan(shape, [64, 256, 8, 3], first, (4, 1))
@@ -1224,7 +1203,6 @@ pub fn catalog() -> Vec<Variant> {
                         [1024, 2048],
                         [4096, 1024],
                         [6144, 4096],
-                        [6144, 2048],
                         [4608, 3584],
                         [24576, 4096],
                         [28672, 4096],

@@ -18,9 +18,9 @@
 //! [`crate::weights::int8`].
 //!
 //! # The plain and the fused forms
-//! [`Backend::qk_norm_rope_store`], [`Backend::add_rms_norm`] and [`Backend::linear_activation`] come with
-//! generic bodies that chain the primitive ops: the plain form. A backend overrides them to save launches;
-//! the result has to be the same up to the order of sums within a row.
+//! [`Backend::qk_norm_rope_store`], [`Backend::add_rms_norm`], [`Backend::linear_add_rms_norm`] and
+//! [`Backend::linear_activation`] come with generic bodies that chain the primitive ops: the plain form. A backend
+//! overrides them to save launches; the result has to be the same up to the order of sums within a row.
 
 mod profile;
 mod reference;
@@ -447,8 +447,8 @@ pub trait Backend: Send + Sized + 'static {
         self.rms_norm(out, x, weight, eps)
     }
 
-    /// The end of half a layer: `x += weight y + bias`, summed up over devices, then `out = rms_norm(x)`; `delta` is
-    /// scratch of a row of `x` a row.
+    /// The end of each half of a layer: `x += weight y + bias`, summed up over devices, then `out = rms_norm(x)`.
+    /// `delta` is scratch of the shape of `x`.
     fn linear_add_rms_norm(
         &self,
         x: &mut Self::Tensor,
