@@ -320,7 +320,8 @@ pub(crate) fn open(
     opened.load_seconds = start.elapsed().as_secs_f64();
     // Files stay mapped: where all of a large one was read, letting go of it holds everything up for tenths of a second,
     // in another thread too. Its pages are the system's to take back.
-    std::mem::forget((host, drafter, checkpoint));
+    drop((host, drafter));
+    std::mem::forget(checkpoint);
     Ok(opened)
 }
 

@@ -2,7 +2,6 @@
 //! is a handful of integer arrays at fixed addresses, so that a recorded step can be replayed with another
 //! layout of as many rows.
 
-use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
@@ -23,6 +22,7 @@ use crate::ops::{
     self, AttentionPlan, Groups, HeadGroup, HeadInputs, LinearShape, Ops, Pools, Rows, StepArrays,
     Then,
 };
+use crate::passes::Spans;
 use crate::sampling::{self, SamplePlan};
 use crate::store::KernelOptions;
 
@@ -1257,11 +1257,6 @@ impl Backend for CudaBackend {
         let recording = self.recording.load(Ordering::Relaxed);
         let page_size = pages.layout.page_size;
         let tiles = ops::attention_tiles(self.kind, group);
-        let rows_of = |span: usize| step.span_rows[span + 1] - step.span_rows[span];
-        // Heads of 16 in tiles of 16 queries are fewer products than a block has warps, so that warps share
-        // a sum: other bits than in a wider tile. No real model has such heads.
-        let is_short =
-            |span: usize| rows_of(span) * queries_together <= tiles[0].queries && head_dim > 16;
         // A recording may be replayed with its rows spread over its spans in another way: at worst each span
         // ends with a run that is not full.
         let spans = step.spans.len();
@@ -1301,44 +1296,32 @@ impl Backend for CudaBackend {
             blocks,
             block_slots: blocks + 1,
         };
-        let attend = |array: usize, groups: Range<usize>, rows: usize, whole: bool| {
-            let first = (groups.start * 8 * 4) as Address;
+        let splits = |rows| Ops::split_scratch(rows, heads, head_dim, blocks + 1) <= SPLIT_SCRATCH;
+        let spans = Spans {
+            first_rows: &step.span_rows,
+            together: queries_together,
+            head_dim,
+            recording,
+        };
+        let fills = counts[2] * kv_heads >= self.device().info().multiprocessors as usize;
+        for pass in spans.passes(&tiles, counts, fills, &splits) {
+            let first = (pass.groups.start * 8 * 4) as Address;
             let groups = Groups {
-                address: step.address(Offsets::GROUPS[array]) + first,
-                count: groups.len(),
-                tile: tiles[array],
+                address: step.address(Offsets::GROUPS[pass.list]) + first,
+                count: pass.groups.len(),
+                tile: tiles[pass.list],
             };
             let arrays = StepArrays {
-                rows,
+                rows: pass.rows,
                 ..step.step_arrays()
             };
-            let pools = pages.pools();
-            let (out, queries) = (out.at(), queries.at());
+            let (out, queries, pools) = (out.at(), queries.at(), pages.pools());
+            let whole = pass.whole;
             self.ops.attention(
                 out, queries, &pools, &arrays, &groups, &plan, self.kind, whole,
-            )
-        };
-        let splits = |rows| Ops::split_scratch(rows, heads, head_dim, blocks + 1) <= SPLIT_SCRATCH;
-        let enough = counts[2] * kv_heads >= self.device().info().multiprocessors as usize;
-        if (0..spans).all(is_short) {
-            return attend(0, 0..counts[0], step.rows, false);
+            )?;
         }
-        if !enough && splits(step.rows) {
-            return attend(1, 0..counts[1], step.rows, false);
-        }
-        // Tokens before prompts: the keys of each are split, as they are without the prompts.
-        let short = (0..spans).take_while(|&span| is_short(span)).count();
-        let rows = step.span_rows[short];
-        if recording || short == 0 || !splits(rows) {
-            return attend(2, 0..counts[2], step.rows, true);
-        }
-        let runs = |array: usize| {
-            let most = (tiles[array].queries / queries_together).max(1);
-            let runs = (0..short).map(|span| rows_of(span).div_ceil(most));
-            runs.sum::<usize>()
-        };
-        attend(0, 0..runs(0), rows, false)?;
-        attend(2, runs(2)..counts[2], step.rows, true)
+        Ok(())
     }
 
     fn activation(
@@ -1524,6 +1507,7 @@ impl Backend for CudaBackend {
         norm: &CudaTensor,
         eps: f32,
     ) -> Result<()> {
+        // Splits that stay apart could not be summed up over devices: there is one.
         let mut apart = None;
         if (x.kind, delta.kind) == (Type::F32, Type::F32) && out.bytes.is_none() {
             x.like(y.rows, weight.rows)?;
@@ -1533,6 +1517,7 @@ impl Backend for CudaBackend {
         }
         let Some(apart) = apart else {
             self.linear(delta, weight, bias, y)?;
+            self.all_reduce(delta)?;
             return self.add_rms_norm(x, out, delta, norm, eps);
         };
         out.like(x.rows, x.width)?;

@@ -12,6 +12,7 @@ pub mod driver;
 pub mod kernels;
 pub mod ops;
 pub mod pack;
+mod passes;
 pub mod sampling;
 pub mod sass;
 pub mod store;

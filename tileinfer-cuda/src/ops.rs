@@ -25,7 +25,7 @@ const MOST_SPLIT_TILES: usize = 192;
 /// Most rows of a step whose layers leave sums of splits in memory.
 const MOST_SPLIT_ROWS: usize = 512;
 
-/// Room for the partial sums of `linear_few`: that many tiles of 64 weight rows (see [`splits`]).
+/// Room for sums of splits (see [`splits`]): so many tiles of 64 weight rows for so many rows of a step, or planes of them.
 const PARTIAL_BYTES: usize = MOST_SPLIT_TILES * 64 * MOST_SPLIT_ROWS * 4;
 
 /// Tiles of no fewer than 64 rows, or all rows in one.
@@ -321,8 +321,8 @@ pub fn linear_plan(shape: &LinearShape) -> LinearPlan {
             65..=128 => few_plan(shape, [64, 128, 128, 3], 128, (4, 1)),
             // Too few large tiles leave multiprocessors idle, rows that do not fill a tile cost as if they did.
             129..=256 if splits > 1 => many_plan(shape, [64, 128, 64, 3], (4, 2)),
-            129..=192 if splits == 1 => many_plan(shape, [128, 64, 64, 4], (4, 2)),
-            193..=256 if splits == 1 => many_plan(shape, [128, 64, 128, 4], (8, 1)),
+            129..=192 => many_plan(shape, [128, 64, 64, 4], (4, 2)),
+            193..=256 => many_plan(shape, [128, 64, 128, 4], (8, 1)),
             257..=320 => many_plan(shape, [256, 64, 64, 3], (8, 1)),
             // 4096 rows: 704 to 773 TFLOP/s.
             _ if rows.div_ceil(128) * shape.n.div_ceil(256) >= 96 => {
@@ -346,7 +346,7 @@ pub fn apart_plan(shape: &LinearShape) -> Option<LinearPlan> {
     }
     let mut plan = match shape.rows {
         _ if !shape.aligned() => return None,
-        0..=192 => many_plan(shape, [128, 64, 64, 4], (4, 2)),
+        ..=192 => many_plan(shape, [128, 64, 64, 4], (4, 2)),
         193..=256 => many_plan(shape, [128, 64, 128, 4], (8, 1)),
         257..=MOST_SPLIT_ROWS => many_plan(shape, [256, 64, 128, 4], (8, 1)),
         _ => return None,
@@ -474,9 +474,13 @@ fn bytes_meet(kind: Type, int8: bool, head_dim: usize) -> bool {
     int8 && kind == Type::Bf16 && head_dim == 128
 }
 
-/// The kernel that folds what split attention leaves.
-pub fn fold_variant(kind: Type, head_dim: usize) -> Variant {
+/// The kernel that folds what split attention leaves of so many query vectors.
+pub fn fold_variant(kind: Type, head_dim: usize, vectors: usize) -> Variant {
+    // Of many vectors one warp each: more of them fit on a multiprocessor. (H200, 64 rows of 32 heads at 1024: 6 us a
+    // layer with four warps, 3 with one; one row at 131072 takes three times as long with one.)
+    let hints = if vectors >= 1024 { (1, 8) } else { (4, 2) };
     Variant::new(&kernels::FOLD, &[kind], &[head_width(head_dim), 16])
+        .hints(hints.0, hints.1)
         .aligned(head_dim.is_multiple_of(8))
 }
 
@@ -1119,7 +1123,8 @@ impl Ops {
             plan.block_slots.into(),
         ];
         let grid = [plan.heads, step.rows, 1];
-        self.launch(&fold_variant(kind, head_dim), grid, &arguments)
+        let variant = fold_variant(kind, head_dim, plan.heads * step.rows);
+        self.launch(&variant, grid, &arguments)
     }
 
     /// Bytes of scratch that split attention needs.
@@ -1287,7 +1292,7 @@ pub fn catalog() -> Vec<Variant> {
                     variant(true, many),
                 ]);
             }
-            all.push(fold_variant(kind, head_dim));
+            all.extend([1, 4096].map(|vectors| fold_variant(kind, head_dim, vectors)));
         }
     }
     for vocab in [4096, 49152, 65536, 131_072, 151_936, 262_144] {
@@ -1455,6 +1460,39 @@ mod tests {
         }
     }
 
+    /// What plans leave in memory has room there, and every split begins with a whole tile.
+    #[test]
+    fn sums_of_splits_have_room() {
+        for n in [
+            1, 40, 64, 576, 1000, 1024, 1100, 2048, 3000, 4096, 6000, 6144, 24576,
+        ] {
+            for k in [1, 250, 520, 1030, 2048, 3072, 4096, 12288, 14336] {
+                for rows in 1..=600 {
+                    for int8 in [false, true] {
+                        let shape = LinearShape::new([Type::Bf16, Type::F32], [rows, n, k]);
+                        let shape = shape.int8(int8);
+                        let apart = apart_plan(&shape);
+                        assert!(apart.is_none() || rows <= MOST_SPLIT_ROWS);
+                        let plan = linear_plan(&shape);
+                        let [bn, bk, bt] = [0, 1, 2].map(|i| plan.variant.sizes[i] as usize);
+                        let [across, down, splits] = plan.grid;
+                        if splits > 1 {
+                            // An int8 row is two.
+                            let sums = bn * bt * (1 + usize::from(int8));
+                            assert!(across * down * splits * sums * 4 <= PARTIAL_BYTES);
+                            assert!(across * down <= TICKETS, "{rows} x {n} x {k}");
+                        }
+                        for plan in apart.iter().chain([&plan]) {
+                            let planes = plan.grid[2] * n * rows * 4;
+                            assert!(apart.is_none() || planes <= PARTIAL_BYTES);
+                            assert!(plan.split_columns.is_multiple_of(bk));
+                        }
+                    }
+                }
+            }
+        }
+    }
+
     /// What the conformance suite launches is too.
     #[test]
     fn the_pack_holds_what_the_suite_attends_with() {
@@ -1473,7 +1511,7 @@ mod tests {
                             attention_variant(kind, whole, tile, head_dim, page_size, int8);
                         assert!(catalog.contains(&variant), "{variant}");
                     }
-                    assert!(catalog.contains(&fold_variant(kind, head_dim)));
+                    assert!(catalog.contains(&fold_variant(kind, head_dim, heads)));
                 }
             }
         }
@@ -1496,6 +1534,15 @@ mod tests {
             }
             for (n, k) in tileinfer::testing::RESIDUAL_LAYERS {
                 has(splits(kind, n, k).0, n, false);
+                for rows in tileinfer::testing::RESIDUAL_ROWS {
+                    let shape = LinearShape::new([kind, Type::F32], [rows, n, k]);
+                    let plans = [Some(linear_plan(&shape)), apart_plan(&shape)];
+                    let plans = plans.into_iter().flatten();
+                    let plans = plans.chain([linear_plan(&shape.int8(true))]);
+                    for plan in plans {
+                        assert!(catalog.contains(&plan.variant), "{}", plan.variant);
+                    }
+                }
             }
         }
     }
@@ -1568,7 +1615,9 @@ mod tests {
                     has(variant(false, more));
                     has(variant(true, many));
                 }
-                has(fold_variant(kind, head_dim));
+                for rows in [1, 64, 128] {
+                    has(fold_variant(kind, head_dim, rows * heads));
+                }
             }
             has(argmax_parts_variant(vocab));
             has(argmax_variant(vocab));

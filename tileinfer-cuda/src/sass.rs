@@ -102,13 +102,13 @@ pub fn hot() -> Vec<Variant> {
     let mut all = Vec::new();
     let linears = [
         ([6144, 4096], Type::Bf16, Then::Nothing),
-        ([4096, 4096], Type::Bf16, Then::Nothing),
+        ([4096, 4096], Type::F32, Then::Nothing),
         ([24_576, 4096], Type::Bf16, Then::GatedSilu),
-        ([4096, 12_288], Type::Bf16, Then::Nothing),
+        ([4096, 12_288], Type::F32, Then::Nothing),
         ([151_936, 4096], Type::F32, Then::Nothing),
     ];
     for ([n, k], out, then) in linears {
-        for rows in [1, 8, 16, 32, 64, 128, 512, 4096] {
+        for rows in [1, 8, 16, 32, 64, 128, 192, 256, 512, 4096] {
             let then = if then.fuses(rows) {
                 then
             } else {
@@ -116,6 +116,9 @@ pub fn hot() -> Vec<Variant> {
             };
             let shape = LinearShape::new([Type::Bf16, out], [rows, n, k]).then(then);
             all.extend([shape, shape.int8(true)].map(|shape| ops::linear_plan(&shape).variant));
+            if out == Type::F32 {
+                all.extend(ops::apart_plan(&shape).map(|plan| plan.variant));
+            }
         }
     }
     for (head_dim, int8) in [(64, false), (128, false), (128, true)] {
@@ -143,7 +146,7 @@ const KNOWN_STACKS: [(&str, &str, usize); 8] = [
     // The sums of a split and those of all before it do not fit together.
     (
         "sm_90",
-        "linear_many<bf16,bf16,256,64,128,4,0,1,256,1>-w8-o1-aligned",
+        "linear_many<bf16,f32,256,64,128,4,0,1,256,1>-w8-o1-aligned",
         208,
     ),
     ("sm_90", "attend_whole<bf16,64,128,64,2,0>-w4-o2-aligned", 8),

@@ -18,10 +18,10 @@ pub mod linear {
 
     /// Up to a few hundred rows: the weight stands on the left, so that its rows fill the tensor core's 64.
     /// Each block reduces one split, whose first `FIRST` columns are one tile; the last to finish a tile adds up its
-    /// splits. With `apart` = 1 nobody does: `partials` gets a plane `[t, width]` for each split, and what comes next
-    /// adds them up (see `summed`), which saves a block the wait for the others.
-    /// Grid: (rows / BT, outputs / WIDTH, splits). Else `partials` holds every tile of every split, `tickets`
-    /// a zero for every tile.
+    /// splits, which `partials` holds tile by tile, `tickets` a zero for every tile. With `apart` = 1 nobody does:
+    /// `partials` gets a plane `[t, width]` for each split, and what comes next adds them up (the norm's `summed`),
+    /// which saves a block the wait for the others.
+    /// Grid: (rows / BT, outputs / WIDTH, splits).
     #[cutile::entry(unchecked_accesses = true)]
     unsafe fn linear_few<
         E: ElementType,

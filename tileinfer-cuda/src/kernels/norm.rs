@@ -8,8 +8,8 @@ pub mod norm {
     use super::super::views::views::*;
     use cutile::core::*;
 
-    /// Planes of rows as a view of four axes: planes, rows, and a row in stretches of `C`, or whole (`S` = 1). A tile of stretches is one
-    /// copy of TMA's, where a tile as wide as the row would be one for every 256 numbers.
+    /// Planes of rows as a view of four axes: planes, rows, and a row in stretches of `C`, or whole (`S` = 1). A tile
+    /// of stretches is one copy of TMA's, where one as wide as the row is a copy for every 128 bytes or 256 numbers.
     ///
     /// # Safety
     /// As for [`matrix`](views).

@@ -60,9 +60,13 @@ pub const ATTENTION_HEADS: [(usize, usize, usize); 6] = [
 /// Widths that norms are checked with.
 pub const NORM_WIDTHS: [usize; 8] = [1, 8, 24, 60, 64, 128, 576, 1000];
 
-/// Rows and columns of the weights of layers that are checked together with the norm after them: such that a backend may
-/// cut the columns into two, four and eight.
-pub const RESIDUAL_LAYERS: [(usize, usize); 4] = [(576, 300), (64, 520), (40, 1030), (130, 2048)];
+/// Rows and columns of the weights of layers that are checked together with the norm after them: a backend may cut the
+/// columns into splits (the GPU's into 3, 8, 2, 3 and 8).
+pub const RESIDUAL_LAYERS: [(usize, usize); 5] =
+    [(576, 1536), (256, 2048), (64, 520), (40, 1030), (130, 2048)];
+
+/// Rows of steps that they are checked with.
+pub const RESIDUAL_ROWS: [usize; 6] = [1, 3, 16, 33, 130, 300];
 
 /// A step layout whose spans have the given (start, rows), with pages scattered on purpose.
 pub(crate) fn layout(spans: &[(usize, usize)], page_size: usize, pages: usize) -> StepLayout {
@@ -284,7 +288,7 @@ impl<B: Backend> Suite<B> {
     /// A layer, the residual update and the norm in one give what they give one after the other.
     fn residual_layers(&self, int8: bool) {
         for (n, k) in RESIDUAL_LAYERS {
-            for rows in [1, 3, 16, 33, 130, 300] {
+            for rows in RESIDUAL_ROWS {
                 let mut numbers = self.seed((n * 1000 + k) as u64);
                 let input = numbers.normals(rows * k, 1.0, self.kind);
                 let before = numbers.normals(rows * n, 2.0, self.kind);

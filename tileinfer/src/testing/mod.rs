@@ -7,7 +7,7 @@ mod int8;
 mod numbers;
 mod same_text;
 
-pub use conformance::{ATTENTION_HEADS, NORM_WIDTHS, RESIDUAL_LAYERS, conformance};
+pub use conformance::{ATTENTION_HEADS, NORM_WIDTHS, RESIDUAL_LAYERS, RESIDUAL_ROWS, conformance};
 pub use dflash::{DFLASH_DRAFTERS, golden_dflash, random_dflash};
 pub use golden::{
     GOLDEN_MODELS, GoldenReport, golden_model, golden_models, golden_smollm2, greedy, load,
