@@ -60,6 +60,8 @@ pub struct LinearPlan {
     pub grid: [usize; 3],
     /// Columns of the weight a split.
     pub split_columns: usize,
+    /// Whether the sums of splits stay apart, a plane each, for what comes next.
+    pub apart: bool,
 }
 
 /// What is done to a layer's sums before they are rounded to the output's type.
@@ -262,6 +264,7 @@ fn linear_plan_of(
             if many { 1 } else { splits },
         ],
         split_columns,
+        apart: false,
     }
 }
 
@@ -342,7 +345,10 @@ pub fn apart_plan(shape: &LinearShape) -> Option<LinearPlan> {
     }
     let plan = linear_plan(shape);
     if plan.grid[2] > 1 {
-        return Some(plan);
+        return Some(LinearPlan {
+            apart: true,
+            ..plan
+        });
     }
     let mut plan = match shape.rows {
         _ if !shape.aligned() => return None,
@@ -355,6 +361,7 @@ pub fn apart_plan(shape: &LinearShape) -> Option<LinearPlan> {
     let last = plan.variant.size_count - 1;
     plan.variant.sizes[last] = 2;
     plan.grid[2] = splits;
+    plan.apart = true;
     Some(plan)
 }
 
@@ -748,39 +755,6 @@ impl Ops {
         bias: Option<Address>,
         shape: &LinearShape,
     ) -> Result<()> {
-        self.launch_linear(plan, y, x, w, bias, shape, false)
-    }
-
-    /// The same, but the sums of splits stay apart, for the next kernel alone. Nothing is done where there are none.
-    pub fn linear_apart(
-        &self,
-        x: Rows,
-        w: Rows,
-        bias: Option<Address>,
-        shape: &LinearShape,
-    ) -> Result<Option<Delta>> {
-        let Some(plan) = apart_plan(shape) else {
-            return Ok(None);
-        };
-        let (splits, planes) = (plan.grid[2], self.partials.address());
-        self.launch_linear(&plan, planes, x, w, None, shape, true)?;
-        Ok(Some(Delta {
-            values: planes,
-            splits,
-            bias,
-        }))
-    }
-
-    fn launch_linear(
-        &self,
-        plan: &LinearPlan,
-        y: Address,
-        x: Rows,
-        w: Rows,
-        bias: Option<Address>,
-        shape: &LinearShape,
-        apart: bool,
-    ) -> Result<()> {
         let operands = match shape.int8 {
             true => vec![y, x.values, x.scales, w.values, w.scales],
             false => vec![y, x.values, w.values],
@@ -795,7 +769,7 @@ impl Ops {
             arguments.extend([self.partials.address(), self.tickets.address()].map(Argument::from));
         }
         if few && !shape.int8 {
-            arguments.push(i32::from(apart).into());
+            arguments.push(i32::from(plan.apart).into());
         }
         let width = shape.n / shape.then.halves();
         arguments.extend([shape.rows, width, shape.k].map(Argument::from));
@@ -808,6 +782,26 @@ impl Ops {
         };
         arguments.extend(scalars.map(Argument::from));
         self.launch(&plan.variant, plan.grid, &arguments)
+    }
+
+    /// [`Ops::linear`], but the sums of splits stay apart, for the next kernel alone. Nothing is done where there are none.
+    pub fn linear_apart(
+        &self,
+        x: Rows,
+        w: Rows,
+        bias: Option<Address>,
+        shape: &LinearShape,
+    ) -> Result<Option<Delta>> {
+        let Some(plan) = apart_plan(shape) else {
+            return Ok(None);
+        };
+        let values = self.partials.address();
+        self.linear_by(&plan, values, x, w, None, shape)?;
+        Ok(Some(Delta {
+            values,
+            splits: plan.grid[2],
+            bias,
+        }))
     }
 
     /// Rounds rows of activations for int8 weights: bytes `[2, rows, width]` and a scale a row.
@@ -1475,6 +1469,7 @@ mod tests {
                         let apart = apart_plan(&shape);
                         assert!(apart.is_none() || rows <= MOST_SPLIT_ROWS);
                         let plan = linear_plan(&shape);
+                        assert!(!plan.apart && apart.is_none_or(|plan| plan.apart));
                         let [bn, bk, bt] = [0, 1, 2].map(|i| plan.variant.sizes[i] as usize);
                         let [across, down, splits] = plan.grid;
                         if splits > 1 {
