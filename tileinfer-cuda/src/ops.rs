@@ -407,7 +407,7 @@ pub fn norm_variant(stream: Type, kind: Type, width: usize, planes: usize, bytes
         .aligned(width.is_multiple_of(8))
 }
 
-/// The kernels that work on values one by one or a row at a time, in stretches of [`STRETCH`].
+/// The kernels that work on values one by one or a row at a time, in stretches of `STRETCH`.
 pub fn stretch_variant(kernel: &'static kernels::Kernel, types: &[Type], width: usize) -> Variant {
     Variant::new(kernel, types, &[STRETCH as i32]).aligned(width.is_multiple_of(8))
 }
