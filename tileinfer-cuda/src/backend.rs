@@ -1507,9 +1507,12 @@ impl Backend for CudaBackend {
         norm: &CudaTensor,
         eps: f32,
     ) -> Result<()> {
-        // Splits that stay apart could not be summed up over devices: there is one.
+        // Splits that stay apart could not be summed up over devices: there is one. Where int8 weights may read the rows
+        // they are those of an int8 weight.
         let mut apart = None;
-        if (x.kind, delta.kind) == (Type::F32, Type::F32) && out.bytes.is_none() {
+        if (x.kind, delta.kind) == (Type::F32, Type::F32)
+            && out.bytes.is_some() == weight.scales.is_some()
+        {
             x.like(y.rows, weight.rows)?;
             let (shape, y) = self.linear_of(delta.kind, weight, y)?;
             let bias = bias.map(CudaTensor::at);

@@ -108,6 +108,9 @@ pub struct Delta {
     pub values: Address,
     /// Splits.
     pub splits: usize,
+    /// Of an int8 weight, whose planes are pairs of integers, over `hi` and over `lo`: scales of activations and of weight
+    /// rows.
+    pub scales: Option<[Address; 2]>,
     /// What else is added.
     pub bias: Option<Address>,
 }
@@ -117,6 +120,7 @@ impl From<Address> for Delta {
         Delta {
             values,
             splits: 1,
+            scales: None,
             bias: None,
         }
     }
@@ -340,7 +344,7 @@ pub fn linear_plan(shape: &LinearShape) -> LinearPlan {
 /// without, and for odd sizes of more than 128 rows, which are not tuned.
 pub fn apart_plan(shape: &LinearShape) -> Option<LinearPlan> {
     let (splits, _) = splits(shape.kind, shape.n, shape.k);
-    if splits == 1 || shape.int8 || shape.then != Then::Nothing {
+    if splits == 1 || shape.then != Then::Nothing {
         return None;
     }
     let plan = linear_plan(shape);
@@ -351,7 +355,8 @@ pub fn apart_plan(shape: &LinearShape) -> Option<LinearPlan> {
         });
     }
     let mut plan = match shape.rows {
-        _ if !shape.aligned() => return None,
+        // Integers can be added in any order: no splits.
+        _ if shape.int8 || !shape.aligned() => return None,
         ..=192 => many_plan(shape, [128, 64, 64, 4], (4, 2)),
         193..=256 => many_plan(shape, [128, 64, 128, 4], (8, 1)),
         257..=MOST_SPLIT_ROWS => many_plan(shape, [256, 64, 128, 4], (8, 1)),
@@ -365,17 +370,24 @@ pub fn apart_plan(shape: &LinearShape) -> Option<LinearPlan> {
     Some(plan)
 }
 
-/// The kernel that rounds rows of activations of `width`.
-pub fn rounding_variant(kind: Type, width: usize) -> Variant {
+/// The kernel that rounds rows of activations of `width`, so many of them.
+pub fn rounding_variant(kind: Type, [rows, width]: [usize; 2]) -> Variant {
     let tile = width.next_power_of_two().max(64) as i32;
-    let variant = Variant::new(&kernels::ROUND_ACTIVATIONS, &[kind], &[tile]);
-    variant
-        .hints(if tile > 4096 { 8 } else { 4 }, 2)
-        .aligned(width.is_multiple_of(8))
+    let stretch = stretch_of(width, tile);
+    // Rounding takes longer than looking for the largest number; many rows keep all multiprocessors busy anyway.
+    let part = if rows <= 64 { 1024 } else { 4096 };
+    let sizes = [tile, tile / stretch, stretch, tile.min(part)];
+    Variant::new(&kernels::ROUND_ACTIVATIONS, &[kind], &sizes).aligned(width.is_multiple_of(8))
+}
+
+/// How a row of `width` in a tile of `tile` numbers is cut. A tile of stretches of 128 bytes is one copy of TMA's, where a
+/// whole row is one for each.
+fn stretch_of(width: usize, tile: i32) -> i32 {
+    if width.is_multiple_of(32) { 32 } else { tile }
 }
 
 /// The norm kernel from rows of type `stream` and of `width` to rows of `kind`; `planes` of a [`Delta`] that it adds
-/// first, `bytes` for the one that leaves its rows for int8 weights as well.
+/// first, `bytes` for the one that leaves its rows for int8 weights as well and whose planes are those of such a weight.
 pub fn norm_variant(stream: Type, kind: Type, width: usize, planes: usize, bytes: bool) -> Variant {
     let tile = width.next_power_of_two().clamp(64, WIDEST_NORM) as i32;
     let rows = (1024 / tile).max(1);
@@ -383,24 +395,11 @@ pub fn norm_variant(stream: Type, kind: Type, width: usize, planes: usize, bytes
         0 => 0,
         planes => planes.next_power_of_two() as i32,
     };
-    // A tile of stretches of 128 bytes is one copy of TMA's, where a whole row is one for each. Where bytes are made too
-    // the compiler lays it out so that it is slow.
-    let stretch = if width.is_multiple_of(32) && !bytes {
-        32
-    } else {
-        tile
-    };
+    let stretch = stretch_of(width, tile);
     let variant = Variant::new(
         &kernels::RMS_NORM,
         &[stream, kind],
-        &[
-            rows,
-            tile,
-            planes,
-            i32::from(bytes),
-            tile / stretch,
-            stretch,
-        ],
+        &[rows, tile, planes, bytes.into(), tile / stretch, stretch],
     );
     variant
         .hints(if tile > 4096 { 8 } else { 4 }, 2)
@@ -767,8 +766,6 @@ impl Ops {
             .any(|&few| std::ptr::eq(plan.variant.kernel, few));
         if few {
             arguments.extend([self.partials.address(), self.tickets.address()].map(Argument::from));
-        }
-        if few && !shape.int8 {
             arguments.push(i32::from(plan.apart).into());
         }
         let width = shape.n / shape.then.halves();
@@ -800,6 +797,7 @@ impl Ops {
         Ok(Some(Delta {
             values,
             splits: plan.grid[2],
+            scales: shape.int8.then_some([x.scales, w.scales]),
             bias,
         }))
     }
@@ -815,11 +813,13 @@ impl Ops {
         let addresses = [out.values, out.scales, x].map(Argument::from);
         let numbers = [rows.into(), width.into()];
         let arguments = [&addresses[..], &numbers].concat();
-        self.launch(&rounding_variant(kind, width), [rows, 1, 1], &arguments)
+        let variant = rounding_variant(kind, [rows, width]);
+        let parts = width.div_ceil(variant.sizes[3] as usize);
+        self.launch(&variant, [parts, rows, 1], &arguments)
     }
 
     /// `out = rms_norm(x) * weight`, after `x += delta` if there is one; the rows go to `bytes` as well, if there
-    /// are any, as by [`Ops::round_activations`].
+    /// are any, as by [`Ops::round_activations`]. A delta in planes is that of an int8 weight just where there are.
     pub fn rms_norm(
         &self,
         out: Address,
@@ -835,12 +835,20 @@ impl Ops {
         let delta = delta.unwrap_or(Delta::from(0));
         let variant = norm_variant(stream, kind, width, planes, bytes.is_some());
         let to = bytes.unwrap_or(Rows::from(0));
+        let (floats, integers) = match delta.scales {
+            None => (delta.values, 0),
+            Some(_) => (0, delta.values),
+        };
+        let [row_scales, weight_scales] = delta.scales.unwrap_or_default();
         let arguments = [
             out.into(),
             to.values.into(),
             to.scales.into(),
             x.into(),
-            delta.values.into(),
+            floats.into(),
+            integers.into(),
+            row_scales.into(),
+            weight_scales.into(),
             delta.splits.into(),
             delta.bias.unwrap_or(0).into(),
             i32::from(delta.bias.is_some()).into(),
@@ -1233,14 +1241,11 @@ pub fn catalog() -> Vec<Variant> {
                 let planes = [256, 512, 1024, 4096].into_iter().flat_map(cut);
                 for planes in planes.chain([0, 1]) {
                     all.push(norm_variant(Type::F32, kind, width, planes, false));
-                }
-                // Splits of int8 weights do not stay apart.
-                for planes in [0, 1] {
                     all.push(norm_variant(Type::F32, kind, width, planes, true));
                 }
             }
             for width in [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768] {
-                all.push(rounding_variant(kind, width - odd));
+                all.extend([1, 100].map(|rows| rounding_variant(kind, [rows, width - odd])));
             }
             for kernel in [&kernels::SILU_GATED, &kernels::XIELU] {
                 all.push(stretch_variant(kernel, &[kind], 1024 + odd));
@@ -1479,7 +1484,7 @@ mod tests {
                             assert!(across * down <= TICKETS, "{rows} x {n} x {k}");
                         }
                         for plan in apart.iter().chain([&plan]) {
-                            let planes = plan.grid[2] * n * rows * 4;
+                            let planes = plan.grid[2] * n * rows * 4 * (1 + usize::from(int8));
                             assert!(apart.is_none() || planes <= PARTIAL_BYTES);
                             assert!(plan.split_columns.is_multiple_of(bk));
                         }
@@ -1529,12 +1534,15 @@ mod tests {
                 }
             }
             for (n, k) in tileinfer::testing::RESIDUAL_LAYERS {
-                has(splits(kind, n, k).0, n, false);
+                let planes = splits(kind, n, k).0;
+                has(planes, n, false);
+                has(planes, n, true);
                 for rows in tileinfer::testing::RESIDUAL_ROWS {
                     let shape = LinearShape::new([kind, Type::F32], [rows, n, k]);
                     let plans = [Some(linear_plan(&shape)), apart_plan(&shape)];
                     let plans = plans.into_iter().flatten();
-                    let plans = plans.chain([linear_plan(&shape.int8(true))]);
+                    let int8 = shape.int8(true);
+                    let plans = plans.chain([linear_plan(&int8)]).chain(apart_plan(&int8));
                     for plan in plans {
                         assert!(catalog.contains(&plan.variant), "{}", plan.variant);
                     }
@@ -1578,13 +1586,13 @@ mod tests {
                         if out == Type::F32 {
                             apart_plan(&shape).map(|plan| plan.variant).map(has);
                         }
-                        has(rounding_variant(kind, k));
+                        has(rounding_variant(kind, [rows, k]));
                     }
                 }
                 let cut = [q, wide].map(|k| splits(kind, hidden, k).0);
                 for planes in [0, 1].into_iter().chain(cut) {
                     has(norm_variant(Type::F32, kind, hidden, planes, false));
-                    has(norm_variant(Type::F32, kind, hidden, planes.min(1), true));
+                    has(norm_variant(Type::F32, kind, hidden, planes, true));
                 }
                 has(stretch_variant(
                     &kernels::GATHER,

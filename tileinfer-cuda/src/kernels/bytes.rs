@@ -3,7 +3,6 @@
 #[cutile::module]
 #[allow(missing_docs)]
 pub mod bytes {
-    use super::super::views::views::*;
     use cutile::core::*;
 
     /// The largest magnitude of each row, infinite or NaN if the row is.
@@ -75,36 +74,19 @@ pub mod bytes {
         (v + half) / by - shift
     }
 
-    /// Writes block `block` of `R` rows as bytes, `hi` and `lo` one matrix behind the other, and their scales.
-    ///
-    /// # Safety
-    /// `out` holds `2 * rows * width` bytes, `scales` `rows` numbers; `x` is zero from `width` on.
-    pub unsafe fn store_rounded<const R: i32, const W: i32>(
-        out: *mut i8,
-        scales: *mut f32,
-        x: Tile<f32, { [R, W] }>,
-        block: i32,
-        rows: i32,
-        width: i32,
-        free: Token,
-    ) {
-        let top: Tile<f32, { [R, 1] }> = largest::<R, W>(x);
-        let scale: Tile<f32, { [R, 1] }> = activation_scales::<R>(top);
-        let v: Tile<i32, { [R, W] }> = integers::<R, W>(x, top);
-        let by: Tile<i32, { [R, W] }> = constant(254i32, shape![R, W]);
-        let high: Tile<i32, { [R, W] }> = high_part::<R, W>(v);
-        let low: Tile<i32, { [R, W] }> = v - high * by;
-        let high: Tile<i8, { [R, W] }> = trunci(high, overflow::NoSignedWrap);
-        let low: Tile<i8, { [R, W] }> = trunci(low, overflow::NoSignedWrap);
-        let high: Tile<i8, { [1, R, W] }> = high.reshape(shape![1, R, W]);
-        let low: Tile<i8, { [1, R, W] }> = low.reshape(shape![1, R, W]);
-        let view: Tensor<i8, { [-1, -1, -1] }> = page_pool(out, 2i32, rows, width, free);
-        let mut part: PartitionMut<i8, { [1, R, W] }> = view.partition_full_mut(shape![1, R, W]);
-        part.store_unchecked(high, [0i32, block, 0i32]);
-        part.store_unchecked(low, [1i32, block, 0i32]);
-        let view: Tensor<f32, { [-1, -1] }> = matrix(scales, rows, 1i32, 1i32, free);
-        let mut part: PartitionMut<f32, { [R, 1] }> = view.partition_full_mut(shape![R, 1]);
-        part.store_unchecked(scale, [block, 0i32]);
+    /// `hi` of integers `v = 254 hi + lo`, in bytes.
+    pub fn high_bytes<const R: i32, const C: i32>(
+        v: Tile<i32, { [R, C] }>,
+    ) -> Tile<i8, { [R, C] }> {
+        let high: Tile<i32, { [R, C] }> = high_part::<R, C>(v);
+        trunci(high, overflow::NoSignedWrap)
+    }
+
+    /// `lo` of integers `v = 254 hi + lo`, in bytes.
+    pub fn low_bytes<const R: i32, const C: i32>(v: Tile<i32, { [R, C] }>) -> Tile<i8, { [R, C] }> {
+        let by: Tile<i32, { [R, C] }> = constant(254i32, shape![R, C]);
+        let low: Tile<i32, { [R, C] }> = v - high_part::<R, C>(v) * by;
+        trunci(low, overflow::NoSignedWrap)
     }
 
     /// What the sums over `hi` and `lo` are together, in f32 and in one rounding of each and one of their sum.

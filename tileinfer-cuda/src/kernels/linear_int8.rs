@@ -8,13 +8,21 @@
 pub mod linear_int8 {
     use super::super::activation::activation::*;
     use super::super::bytes::bytes::*;
+    use super::super::exact::exact::*;
     use super::super::views::views::*;
     use cutile::core::*;
 
     /// Rows of activations as bytes: `out` holds all rows of `hi`, then all rows of `lo`; `scales` one number a
-    /// row. Grid: (rows).
+    /// row. A row is `W` numbers in `S` stretches of `C`; each block looks at all of it and rounds `PART` numbers.
+    /// Grid: (width / PART, rows).
     #[cutile::entry(unchecked_accesses = true)]
-    unsafe fn round_activations<E: ElementType, const W: i32>(
+    unsafe fn round_activations<
+        E: ElementType,
+        const W: i32,
+        const S: i32,
+        const C: i32,
+        const PART: i32,
+    >(
         out: *mut i8,
         scales: *mut f32,
         x: *mut E,
@@ -23,16 +31,32 @@ pub mod linear_int8 {
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
         let free: Token = start_early();
+        let row_view: Tensor<E, { [-1, -1, -1, -1] }> =
+            in_stretches::<E, S, C>(x, 1i32, rows, width, free);
+        let row: Tile<E, { [1, W] }> = rows_of::<E, 1, W, S, C>(&row_view, 0i32, pid.1);
         let x_view: Tensor<E, { [-1, -1] }> = matrix(x, rows, width, width, free);
-        let x_part: Partition<E, { [1, W] }> = x_view.partition(shape![1, W]);
-        let x: Tile<E, { [1, W] }> = x_part.load([pid.0, 0i32]);
-        let x: Tile<f32, { [1, W] }> = convert_tile(x);
-        store_rounded::<1, W>(out, scales, x, pid.0, rows, width, free);
+        let x_part: Partition<E, { [1, PART] }> = x_view.partition(shape![1, PART]);
+        let x: Tile<E, { [1, PART] }> = x_part.load([pid.1, pid.0]);
+        let row: Tile<f32, { [1, W] }> = convert_tile(row);
+        let x: Tile<f32, { [1, PART] }> = convert_tile(x);
+        let top: Tile<f32, { [1, 1] }> = largest::<1, W>(row);
+        let v: Tile<i32, { [1, PART] }> = integers::<1, PART>(x, top);
+        let high: Tile<i8, { [1, PART] }> = high_bytes::<1, PART>(v);
+        let low: Tile<i8, { [1, PART] }> = low_bytes::<1, PART>(v);
+        let view: Tensor<i8, { [-1, -1, -1] }> = page_pool(out, 2i32, rows, width, free);
+        let mut part: PartitionMut<i8, { [1, 1, PART] }> =
+            view.partition_full_mut(shape![1, 1, PART]);
+        part.store_unchecked(high.reshape(shape![1, 1, PART]), [0i32, pid.1, pid.0]);
+        part.store_unchecked(low.reshape(shape![1, 1, PART]), [1i32, pid.1, pid.0]);
+        let view: Tensor<f32, { [-1, -1] }> = matrix(scales, rows, 1i32, 1i32, free);
+        let mut part: PartitionMut<f32, { [1, 1] }> = view.partition_full_mut(shape![1, 1]);
+        part.store_unchecked(activation_scales::<1>(top), [pid.1, 0i32]);
     }
 
     /// Few rows: the weight stands on the left, as in `linear_few`.
     /// Grid: (rows / BT, outputs / WIDTH, splits). `partials` holds every tile of every split, `tickets` a zero
-    /// for every tile.
+    /// for every tile. With `apart` = 1 it gets two planes `[t, width]` for each split, of the sums over `hi` and of those
+    /// over `lo`, and the norm that comes next makes one of them.
     #[cutile::entry(unchecked_accesses = true)]
     unsafe fn few_int8<
         E: ElementType,
@@ -56,6 +80,7 @@ pub mod linear_int8 {
         has_bias: i32,
         partials: *mut i32,
         tickets: *mut i32,
+        apart: i32,
         t: i32,
         width: i32,
         depth: i32,
@@ -104,7 +129,19 @@ pub mod linear_int8 {
         }
 
         let mut mine: i32 = 1;
-        if splits > 1 {
+        if ACT == 0 {
+            if apart == 1 {
+                mine = 0;
+                let p_view: Tensor<i32, { [-1, -1, -1] }> =
+                    page_pool(partials, 2i32 * splits, t, width, free);
+                let mut p_part: PartitionMut<i32, { [2, BT, BN] }> =
+                    p_view.partition_full_mut(shape![2, BT, BN]);
+                let planes: Tile<i32, { [BT2, BN] }> = acc.transpose();
+                let planes: Tile<i32, { [2, BT, BN] }> = planes.reshape(shape![2, BT, BN]);
+                p_part.store_unchecked(planes, [pid.2, pid.0, pid.1]);
+            }
+        }
+        if splits * mine > 1 {
             let tile: i32 = pid.1 * grid.0 + pid.0;
             let slots: i32 = grid.0 * grid.1 * splits;
             let p_view: Tensor<i32, { [-1, -1] }> = matrix(partials, slots * BN, BT2, BT2, free);
@@ -180,7 +217,7 @@ pub mod linear_int8 {
             let scale: Tile<f32, { [1, BT] }> = t_part.load([0i32, pid.0]);
             let scale: Tile<f32, { [BN, BT] }> =
                 scale.broadcast(shape![BN, BT]) * s.broadcast(shape![BN, BT]);
-            let mut value: Tile<f32, { [BN, BT] }> = sum * scale;
+            let mut value: Tile<f32, { [BN, BT] }> = times::<BN, BT>(sum, scale);
             if has_bias == 1 {
                 let b: Tile<f32, { [1, BN] }> =
                     row_vector::<E, BN, HALVES, WIDTH>(bias, width, pid.1, free);
@@ -268,7 +305,7 @@ pub mod linear_int8 {
         let scale: Tile<f32, { [BT, 1] }> = scale.reshape(shape![BT, 1]);
         let scale: Tile<f32, { [BT, BN] }> =
             scale.broadcast(shape![BT, BN]) * s.broadcast(shape![BT, BN]);
-        let mut value: Tile<f32, { [BT, BN] }> = sum * scale;
+        let mut value: Tile<f32, { [BT, BN] }> = times::<BT, BN>(sum, scale);
         if has_bias == 1 {
             let b: Tile<f32, { [1, BN] }> =
                 row_vector::<E, BN, HALVES, WIDTH>(bias, width, pid.1, free);

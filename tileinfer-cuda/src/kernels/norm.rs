@@ -5,65 +5,13 @@
 #[allow(missing_docs)]
 pub mod norm {
     use super::super::bytes::bytes::*;
+    use super::super::exact::exact::*;
     use super::super::views::views::*;
     use cutile::core::*;
 
-    /// Planes of rows as a view of four axes: planes, rows, and a row in stretches of `C`, or whole (`S` = 1). A tile
-    /// of stretches is one copy of TMA's, where one as wide as the row is a copy for every 128 bytes or 256 numbers.
-    ///
-    /// # Safety
-    /// As for [`matrix`](views).
-    unsafe fn in_stretches<T: ElementType, const S: i32, const C: i32>(
-        base: *mut T,
-        planes: i32,
-        rows: i32,
-        width: i32,
-        free: Token,
-    ) -> Tensor<T, { [-1, -1, -1, -1] }> {
-        let plane: i32 = rows * width;
-        let mut stretches: i32 = 1;
-        let mut length: i32 = width;
-        if S > 1 {
-            stretches = width / C;
-            length = C;
-        }
-        let shape: Shape<{ [-1, -1, -1, -1] }> = Shape::<{ [-1, -1, -1, -1] }> {
-            dims: &[planes, rows, stretches, length],
-        };
-        let strides: Array<{ [-1, -1, -1, 1] }> = Array::<{ [-1, -1, -1, 1] }> {
-            dims: &[plane, width, length],
-        };
-        let base: PointerTile<*mut T, { [] }> = pointer_to_tile(base);
-        make_tensor_view(base, shape, strides, free)
-    }
-
-    /// The rows of a block, of one plane.
-    fn rows_of<T: ElementType, const R: i32, const W: i32, const S: i32, const C: i32>(
-        view: &Tensor<T, { [-1, -1, -1, -1] }>,
-        plane: i32,
-        block: i32,
-    ) -> Tile<T, { [R, W] }> {
-        let part: Partition<T, { [1, R, S, C] }> = view.partition(shape![1, R, S, C]);
-        let rows: Tile<T, { [1, R, S, C] }> = part.load([plane, block, 0i32, 0i32]);
-        rows.reshape(shape![R, W])
-    }
-
-    /// Writes the rows of a block.
-    ///
-    /// # Safety
-    /// As for [`matrix`](views).
-    unsafe fn store_rows<T: ElementType, const R: i32, const W: i32, const S: i32, const C: i32>(
-        view: &Tensor<T, { [-1, -1, -1, -1] }>,
-        rows: Tile<T, { [R, W] }>,
-        block: i32,
-    ) {
-        let mut part: PartitionMut<T, { [1, R, S, C] }> =
-            view.partition_full_mut(shape![1, R, S, C]);
-        part.store_unchecked(rows.reshape(shape![1, R, S, C]), [0i32, block, 0i32, 0i32]);
-    }
-
-    /// The sum of up to `PLANES` planes `[rows, width]`, `splits` of them, for the rows of a block: from the first to the
-    /// last, starting from zero, as the layer itself adds its splits. (What is loaded past them is zeros.)
+    /// The sum of up to `PLANES` planes `[rows, width]` for the rows of a block, every `step`th of `planes` in memory, from
+    /// `first` on: one after the other, starting from zero, as the layer itself adds its splits. (What is loaded past
+    /// them is zeros.)
     ///
     /// # Safety
     /// As for [`matrix`](views).
@@ -75,29 +23,31 @@ pub mod norm {
         const S: i32,
         const C: i32,
     >(
-        planes: *mut T,
-        splits: i32,
+        base: *mut T,
+        first: i32,
+        step: i32,
+        planes: i32,
         rows: i32,
         width: i32,
         block: i32,
         free: Token,
     ) -> Tile<T, { [R, W] }> {
         let view: Tensor<T, { [-1, -1, -1, -1] }> =
-            in_stretches::<T, S, C>(planes, splits, rows, width, free);
+            in_stretches::<T, S, C>(base, planes, rows, width, free);
         let mut sum: Tile<T, { [R, W] }> = constant(T::ZERO, shape![R, W]);
-        sum = sum + rows_of::<T, R, W, S, C>(&view, 0i32, block);
+        sum = sum + rows_of::<T, R, W, S, C>(&view, first, block);
         if PLANES > 1 {
-            sum = sum + rows_of::<T, R, W, S, C>(&view, 1i32, block);
+            sum = sum + rows_of::<T, R, W, S, C>(&view, first + step, block);
         }
         if PLANES > 2 {
-            sum = sum + rows_of::<T, R, W, S, C>(&view, 2i32, block);
-            sum = sum + rows_of::<T, R, W, S, C>(&view, 3i32, block);
+            sum = sum + rows_of::<T, R, W, S, C>(&view, first + 2i32 * step, block);
+            sum = sum + rows_of::<T, R, W, S, C>(&view, first + 3i32 * step, block);
         }
         if PLANES > 4 {
-            sum = sum + rows_of::<T, R, W, S, C>(&view, 4i32, block);
-            sum = sum + rows_of::<T, R, W, S, C>(&view, 5i32, block);
-            sum = sum + rows_of::<T, R, W, S, C>(&view, 6i32, block);
-            sum = sum + rows_of::<T, R, W, S, C>(&view, 7i32, block);
+            sum = sum + rows_of::<T, R, W, S, C>(&view, first + 4i32 * step, block);
+            sum = sum + rows_of::<T, R, W, S, C>(&view, first + 5i32 * step, block);
+            sum = sum + rows_of::<T, R, W, S, C>(&view, first + 6i32 * step, block);
+            sum = sum + rows_of::<T, R, W, S, C>(&view, first + 7i32 * step, block);
         }
         sum
     }
@@ -119,7 +69,8 @@ pub mod norm {
 
     /// `out = rms_norm(x) * weight`; with `PLANES` > 0, `x += delta` (written back) before. A delta is the sum of up to
     /// `PLANES` planes, the splits of a layer that left them apart, and of its bias. With `BYTES` = 1 what is written to
-    /// `out` also goes to `bytes` and `scales`, as int8 weights take it. A row is `W` numbers in `S` stretches of `C`.
+    /// `out` also goes to `bytes` and `scales`, as int8 weights take it, and splits are those of an int8 weight: two planes
+    /// of integers each, in `sums`. A row is `W` numbers in `S` stretches of `C`.
     /// Grid: (rows / R).
     #[cutile::entry(unchecked_accesses = true)]
     unsafe fn rms_norm<
@@ -137,6 +88,9 @@ pub mod norm {
         scales: *mut f32,
         x: *mut X,
         delta: *mut X,
+        sums: *mut i32,
+        row_scales: *mut f32,
+        weight_scales: *mut f32,
         splits: i32,
         bias: *mut E,
         has_bias: i32,
@@ -152,9 +106,29 @@ pub mod norm {
         let value: Tile<X, { [R, W] }> = rows_of::<X, R, W, S, C>(&x_view, 0i32, pid.0);
         let mut value: Tile<f32, { [R, W] }> = convert_tile(value);
         if PLANES > 0 {
-            let sum: Tile<X, { [R, W] }> =
-                summed::<X, PLANES, R, W, S, C>(delta, splits, rows, width, pid.0, free);
-            let mut change: Tile<f32, { [R, W] }> = convert_tile(sum);
+            let mut change: Tile<f32, { [R, W] }> = constant(0.0f32, shape![R, W]);
+            if BYTES * PLANES > 1 {
+                let planes: i32 = 2i32 * splits;
+                let high: Tile<i32, { [R, W] }> = summed::<i32, PLANES, R, W, S, C>(
+                    sums, 0i32, 2i32, planes, rows, width, pid.0, free,
+                );
+                let low: Tile<i32, { [R, W] }> = summed::<i32, PLANES, R, W, S, C>(
+                    sums, 1i32, 2i32, planes, rows, width, pid.0, free,
+                );
+                let s: Tile<f32, { [1, W] }> =
+                    wide_vector::<f32, W, S, C>(weight_scales, width, free);
+                let t_view: Tensor<f32, { [-1, -1] }> = matrix(row_scales, rows, 1i32, 1i32, free);
+                let t_part: Partition<f32, { [R, 1] }> = t_view.partition(shape![R, 1]);
+                let t: Tile<f32, { [R, 1] }> = t_part.load([pid.0, 0i32]);
+                let scale: Tile<f32, { [R, W] }> =
+                    times::<R, W>(t.broadcast(shape![R, W]), s.broadcast(shape![R, W]));
+                change = times::<R, W>(joined::<R, W>(high, low), scale);
+            } else {
+                let sum: Tile<X, { [R, W] }> = summed::<X, PLANES, R, W, S, C>(
+                    delta, 0i32, 1i32, splits, rows, width, pid.0, free,
+                );
+                change = convert_tile(sum);
+            }
             if has_bias == 1 {
                 let b: Tile<f32, { [1, W] }> = wide_vector::<E, W, S, C>(bias, width, free);
                 change = change + b.broadcast(shape![R, W]);
@@ -179,8 +153,39 @@ pub mod norm {
             in_stretches::<E, S, C>(out, 1i32, rows, width, free);
         store_rows::<E, R, W, S, C>(&out_view, normed, pid.0);
         if BYTES == 1 {
-            let rounded: Tile<f32, { [R, W] }> = convert_tile(normed);
-            store_rounded::<R, W>(bytes, scales, rounded, pid.0, rows, width, free);
+            let x: Tile<f32, { [R, W] }> = convert_tile(normed);
+            let top: Tile<f32, { [R, 1] }> = largest::<R, W>(x);
+            let v: Tile<i32, { [R, W] }> = integers::<R, W>(x, top);
+            let view: Tensor<i8, { [-1, -1, -1, -1] }> =
+                in_stretches::<i8, S, C>(bytes, 2i32, rows, width, free);
+            let mut part: PartitionMut<i8, { [1, R, S, C] }> =
+                view.partition_full_mut(shape![1, R, S, C]);
+            let high: Tile<i8, { [R, W] }> = high_bytes::<R, W>(v);
+            let high: Tile<i8, { [1, R, S, C] }> = high.reshape(shape![1, R, S, C]);
+            let low: Tile<i8, { [R, W] }> = low_bytes::<R, W>(v);
+            let low: Tile<i8, { [1, R, S, C] }> = low.reshape(shape![1, R, S, C]);
+            // Through TMA they would be laid out anew first, which takes longer than all the rest.
+            store_view_tko_mut(
+                &mut part,
+                high,
+                [0i32, pid.0, 0i32, 0i32],
+                ordering::Weak,
+                scope::TileBlock,
+                None,
+                tma::Disabled,
+            );
+            store_view_tko_mut(
+                &mut part,
+                low,
+                [1i32, pid.0, 0i32, 0i32],
+                ordering::Weak,
+                scope::TileBlock,
+                None,
+                tma::Disabled,
+            );
+            let view: Tensor<f32, { [-1, -1] }> = matrix(scales, rows, 1i32, 1i32, free);
+            let mut part: PartitionMut<f32, { [R, 1] }> = view.partition_full_mut(shape![R, 1]);
+            part.store_unchecked(activation_scales::<R>(top), [pid.0, 0i32]);
         }
     }
 }

@@ -162,9 +162,11 @@ pub fn golden_model<B: Backend>(
     let mut report = GoldenReport {
         name: name.to_owned(),
         rms: 0.0,
-        rms_limit: 0.0,
+        rms_limit: 1.5 * expected.noise.rms_f32_minus_bf16,
+        margin: 0.0,
+        margin_limit: 4.0 * expected.noise.rms_f32_minus_bf16,
         same: 0.0,
-        same_limit: 0.0,
+        same_there: expected.noise.top1_same_fraction,
     };
     for kind in [ComputeType::F32, ComputeType::Bf16] {
         let options = RunnerOptions {
@@ -217,9 +219,7 @@ pub fn golden_model<B: Backend>(
                     assert_eq!(answer, case.greedy_ids, "{what}: greedy answer");
                 }
                 ComputeType::Bf16 if case.case == "short" => {
-                    (report.rms, report.same) = difference(logits, &exact, width);
-                    report.rms_limit = 1.5 * expected.noise.rms_f32_minus_bf16;
-                    report.same_limit = expected.noise.top1_same_fraction - 0.03;
+                    report.compare(logits, &exact, width);
                 }
                 ComputeType::Bf16 => {}
             }
@@ -237,16 +237,34 @@ pub struct GoldenReport {
     pub rms: f64,
     /// One and a half times what transformers' own bf16 has.
     pub rms_limit: f64,
+    /// Where the best token is another: how far apart the two are in f32, at most.
+    pub margin: f64,
+    /// Four times the root mean square difference of transformers' own bf16: two logits that near may change places.
+    pub margin_limit: f64,
     /// Fraction of positions whose best token is the same.
     pub same: f64,
-    /// What transformers' own bf16 has, less 0.03.
-    pub same_limit: f64,
+    /// What transformers' own bf16 has.
+    pub same_there: f64,
 }
 
 impl GoldenReport {
     /// Whether bf16 is as near as it has to be.
     pub fn passes(&self) -> bool {
-        self.rms <= self.rms_limit && self.same >= self.same_limit
+        self.rms <= self.rms_limit && self.margin <= self.margin_limit
+    }
+
+    /// Compares rows of `width` logits in bf16 with those in f32.
+    fn compare(&mut self, found: &[f32], exact: &[f32], width: usize) {
+        let squares = found.iter().zip(exact);
+        let squares: f64 = squares.map(|(a, b)| f64::from(a - b).powi(2)).sum();
+        self.rms = (squares / found.len() as f64).sqrt();
+        let rows = found.chunks_exact(width).zip(exact.chunks_exact(width));
+        let margins: Vec<f32> = rows
+            .map(|(found, exact)| exact[eval::argmax(exact)] - exact[eval::argmax(found)])
+            .collect();
+        let same = margins.iter().filter(|&&margin| margin == 0.0).count();
+        self.same = same as f64 / margins.len() as f64;
+        self.margin = margins.into_iter().fold(0.0, f32::max).into();
     }
 }
 
@@ -256,18 +274,21 @@ impl std::fmt::Display for GoldenReport {
             name,
             rms,
             rms_limit,
+            margin,
+            margin_limit,
             same,
-            same_limit,
+            same_there,
         } = self;
         let verdict = if self.passes() { "ok" } else { "FAILED" };
         write!(
             f,
-            "{name:16} rms {rms:.5} of {rms_limit:.5}  same {same:.3} of {same_limit:.3}  {verdict}"
+            "{name:16} rms {rms:.5} of {rms_limit:.5}  margin {margin:.4} of {margin_limit:.4}  same {same:.3}, transformers {same_there:.3}  {verdict}"
         )
     }
 }
 
-/// [`golden_model`] for all of them; prints the table and panics if any fails.
+/// [`golden_model`] for all of them; prints the table and panics if any fails, or if over all of them fewer best tokens
+/// are the same than in transformers' bf16, less 1 %. (Of one model's 40 each is 2.5 %, and may be a matter of luck.)
 pub fn golden_models<B: Backend>(make: &dyn Fn(ComputeType) -> B, golden: &Path, tolerance: f32) {
     let reports: Vec<_> = GOLDEN_MODELS
         .iter()
@@ -276,8 +297,13 @@ pub fn golden_models<B: Backend>(make: &dyn Fn(ComputeType) -> B, golden: &Path,
     for report in &reports {
         println!("{report}");
     }
+    let mean = |of: &dyn Fn(&GoldenReport) -> f64| {
+        reports.iter().map(of).sum::<f64>() / reports.len() as f64
+    };
+    let (same, there) = (mean(&|r| r.same), mean(&|r| r.same_there));
+    println!("same best tokens over all: {same:.4}, transformers {there:.4}");
     assert!(
-        reports.iter().all(GoldenReport::passes),
+        reports.iter().all(GoldenReport::passes) && same >= there - 0.01,
         "bf16 is too far from f32, see the table"
     );
 }
@@ -315,24 +341,6 @@ fn hidden_states(
             tolerance,
         );
     }
-}
-
-/// Root mean square difference, and the fraction of rows with the same best value.
-fn difference(found: &[f32], expected: &[f32], width: usize) -> (f64, f64) {
-    let squares: f64 = found
-        .iter()
-        .zip(expected)
-        .map(|(a, b)| f64::from(a - b).powi(2))
-        .sum();
-    let rows = found.chunks_exact(width).zip(expected.chunks_exact(width));
-    let same = rows
-        .clone()
-        .filter(|(a, b)| eval::argmax(a) == eval::argmax(b))
-        .count();
-    (
-        (squares / found.len() as f64).sqrt(),
-        same as f64 / rows.count() as f64,
-    )
 }
 
 #[derive(Deserialize)]
