@@ -389,13 +389,6 @@ impl CudaBackend {
         Ok(bytes.at())
     }
 
-    /// Where a norm leaves the bytes of what it writes, if int8 weights may ask for them.
-    fn bytes_of_norm(&self, out: &CudaTensor) -> Option<Rows> {
-        let bytes = out.bytes.as_ref()?;
-        bytes.current.store(true, Ordering::Relaxed);
-        Some(bytes.at())
-    }
-
     /// Queues bytes to the device through the pinned buffers.
     fn stream(&self, loader: &mut Loader, to: Address, bytes: &[u8]) -> Result<()> {
         for (part, chunk) in bytes.chunks(LOAD_BUFFER).enumerate() {
@@ -1137,7 +1130,6 @@ impl Backend for CudaBackend {
         let shape = [x.rows, x.width];
         self.ops.rms_norm(
             out.at(),
-            self.bytes_of_norm(out),
             x.at(),
             None,
             weight.at(),
@@ -1168,7 +1160,6 @@ impl Backend for CudaBackend {
         x.change();
         self.ops.rms_norm(
             x.at(),
-            None,
             x.at(),
             None,
             weight.at(),
@@ -1487,7 +1478,6 @@ impl Backend for CudaBackend {
         let shape = [x.rows, x.width];
         self.ops.rms_norm(
             out.at(),
-            self.bytes_of_norm(out),
             x.at(),
             Some(delta.at().into()),
             weight.at(),
@@ -1507,12 +1497,9 @@ impl Backend for CudaBackend {
         norm: &CudaTensor,
         eps: f32,
     ) -> Result<()> {
-        // Splits that stay apart could not be summed up over devices: there is one. Where int8 weights may read the rows
-        // they are those of an int8 weight.
+        // Splits that stay apart could not be summed up over devices: there is one.
         let mut apart = None;
-        if (x.kind, delta.kind) == (Type::F32, Type::F32)
-            && out.bytes.is_some() == weight.scales.is_some()
-        {
+        if (x.kind, delta.kind) == (Type::F32, Type::F32) {
             x.like(y.rows, weight.rows)?;
             let (shape, y) = self.linear_of(delta.kind, weight, y)?;
             let bias = bias.map(CudaTensor::at);
@@ -1526,7 +1513,6 @@ impl Backend for CudaBackend {
         out.like(x.rows, x.width)?;
         self.ops.rms_norm(
             out.at(),
-            self.bytes_of_norm(out),
             x.at(),
             Some(apart),
             norm.at(),

@@ -377,7 +377,9 @@ pub fn rounding_variant(kind: Type, [rows, width]: [usize; 2]) -> Variant {
     // Rounding takes longer than looking for the largest number; many rows keep all multiprocessors busy anyway.
     let part = if rows <= 64 { 1024 } else { 4096 };
     let sizes = [tile, tile / stretch, stretch, tile.min(part)];
-    Variant::new(&kernels::ROUND_ACTIVATIONS, &[kind], &sizes).aligned(width.is_multiple_of(8))
+    Variant::new(&kernels::ROUND_ACTIVATIONS, &[kind], &sizes)
+        .hints(if tile > 4096 { 16 } else { 8 }, 2)
+        .aligned(width.is_multiple_of(8))
 }
 
 /// How a row of `width` in a tile of `tile` numbers is cut. A tile of stretches of 128 bytes is one copy of TMA's, where a
@@ -387,8 +389,8 @@ fn stretch_of(width: usize, tile: i32) -> i32 {
 }
 
 /// The norm kernel from rows of type `stream` and of `width` to rows of `kind`; `planes` of a [`Delta`] that it adds
-/// first, `bytes` for the one that leaves its rows for int8 weights as well and whose planes are those of such a weight.
-pub fn norm_variant(stream: Type, kind: Type, width: usize, planes: usize, bytes: bool) -> Variant {
+/// first, `int8` if they are those of an int8 weight.
+pub fn norm_variant(stream: Type, kind: Type, width: usize, planes: usize, int8: bool) -> Variant {
     let tile = width.next_power_of_two().clamp(64, WIDEST_NORM) as i32;
     let rows = (1024 / tile).max(1);
     let planes = match planes {
@@ -399,7 +401,7 @@ pub fn norm_variant(stream: Type, kind: Type, width: usize, planes: usize, bytes
     let variant = Variant::new(
         &kernels::RMS_NORM,
         &[stream, kind],
-        &[rows, tile, planes, bytes.into(), tile / stretch, stretch],
+        &[rows, tile, planes, int8.into(), tile / stretch, stretch],
     );
     variant
         .hints(if tile > 4096 { 8 } else { 4 }, 2)
@@ -818,12 +820,10 @@ impl Ops {
         self.launch(&variant, [parts, rows, 1], &arguments)
     }
 
-    /// `out = rms_norm(x) * weight`, after `x += delta` if there is one; the rows go to `bytes` as well, if there
-    /// are any, as by [`Ops::round_activations`]. A delta in planes is that of an int8 weight just where there are.
+    /// `out = rms_norm(x) * weight`, after `x += delta` if there is one.
     pub fn rms_norm(
         &self,
         out: Address,
-        bytes: Option<Rows>,
         x: Address,
         delta: Option<Delta>,
         weight: Address,
@@ -833,8 +833,7 @@ impl Ops {
     ) -> Result<()> {
         let planes = delta.map_or(0, |delta| delta.splits);
         let delta = delta.unwrap_or(Delta::from(0));
-        let variant = norm_variant(stream, kind, width, planes, bytes.is_some());
-        let to = bytes.unwrap_or(Rows::from(0));
+        let variant = norm_variant(stream, kind, width, planes, delta.scales.is_some());
         let (floats, integers) = match delta.scales {
             None => (delta.values, 0),
             Some(_) => (0, delta.values),
@@ -842,8 +841,6 @@ impl Ops {
         let [row_scales, weight_scales] = delta.scales.unwrap_or_default();
         let arguments = [
             out.into(),
-            to.values.into(),
-            to.scales.into(),
             x.into(),
             floats.into(),
             integers.into(),
@@ -1241,11 +1238,16 @@ pub fn catalog() -> Vec<Variant> {
                 let planes = [256, 512, 1024, 4096].into_iter().flat_map(cut);
                 for planes in planes.chain([0, 1]) {
                     all.push(norm_variant(Type::F32, kind, width, planes, false));
-                    all.push(norm_variant(Type::F32, kind, width, planes, true));
+                    if planes > 1 {
+                        all.push(norm_variant(Type::F32, kind, width, planes, true));
+                    }
                 }
             }
             for width in [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768] {
-                all.extend([1, 100].map(|rows| rounding_variant(kind, [rows, width - odd])));
+                // In stretches, or not, and of few rows or many.
+                for width in [width - odd, width - 8 * (1 - odd)] {
+                    all.extend([1, 100].map(|rows| rounding_variant(kind, [rows, width])));
+                }
             }
             for kernel in [&kernels::SILU_GATED, &kernels::XIELU] {
                 all.push(stretch_variant(kernel, &[kind], 1024 + odd));
@@ -1522,22 +1524,25 @@ mod tests {
     fn the_pack_holds_the_norms_of_the_suite() {
         let catalog: HashSet<Variant> = catalog().into_iter().collect();
         for kind in [Type::Bf16, Type::F32] {
-            let has = |planes, width, bytes| {
-                let variant = norm_variant(Type::F32, kind, width, planes, bytes);
+            let has = |planes, width, int8| {
+                let variant = norm_variant(Type::F32, kind, width, planes, int8);
                 assert!(catalog.contains(&variant), "{variant}");
             };
             for width in tileinfer::testing::NORM_WIDTHS {
                 assert!(catalog.contains(&norm_variant(kind, kind, width, 0, false)));
                 for planes in [0, 1] {
                     has(planes, width, false);
-                    has(planes, width, true);
                 }
             }
             for (n, k) in tileinfer::testing::RESIDUAL_LAYERS {
                 let planes = splits(kind, n, k).0;
                 has(planes, n, false);
-                has(planes, n, true);
+                if planes > 1 {
+                    has(planes, n, true);
+                }
                 for rows in tileinfer::testing::RESIDUAL_ROWS {
+                    let rounding = rounding_variant(kind, [rows, k]);
+                    assert!(catalog.contains(&rounding), "{rounding}");
                     let shape = LinearShape::new([kind, Type::F32], [rows, n, k]);
                     let plans = [Some(linear_plan(&shape)), apart_plan(&shape)];
                     let plans = plans.into_iter().flatten();
@@ -1592,7 +1597,9 @@ mod tests {
                 let cut = [q, wide].map(|k| splits(kind, hidden, k).0);
                 for planes in [0, 1].into_iter().chain(cut) {
                     has(norm_variant(Type::F32, kind, hidden, planes, false));
-                    has(norm_variant(Type::F32, kind, hidden, planes, true));
+                    if planes > 1 {
+                        has(norm_variant(Type::F32, kind, hidden, planes, true));
+                    }
                 }
                 has(stretch_variant(
                     &kernels::GATHER,

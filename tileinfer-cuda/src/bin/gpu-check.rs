@@ -513,7 +513,6 @@ impl Checker {
                     let delta = residual.then_some(d.at().into());
                     self.ops.rms_norm(
                         out.at(),
-                        None,
                         x.at(),
                         delta,
                         w.at(),
@@ -778,7 +777,6 @@ impl Checker {
                 if normed {
                     self.ops.rms_norm(
                         q2.at(),
-                        None,
                         q2.at(),
                         None,
                         qw.at(),
@@ -788,7 +786,6 @@ impl Checker {
                     )?;
                     self.ops.rms_norm(
                         k2.at(),
-                        None,
                         k2.at(),
                         None,
                         kw.at(),
@@ -1200,7 +1197,6 @@ impl Checker {
         let norm = self.time(64, |_| {
             self.ops.rms_norm(
                 y.at(),
-                None,
                 x.at(),
                 Some(pool.address().into()),
                 noise.at(),

@@ -74,21 +74,6 @@ pub mod bytes {
         (v + half) / by - shift
     }
 
-    /// `hi` of integers `v = 254 hi + lo`, in bytes.
-    pub fn high_bytes<const R: i32, const C: i32>(
-        v: Tile<i32, { [R, C] }>,
-    ) -> Tile<i8, { [R, C] }> {
-        let high: Tile<i32, { [R, C] }> = high_part::<R, C>(v);
-        trunci(high, overflow::NoSignedWrap)
-    }
-
-    /// `lo` of integers `v = 254 hi + lo`, in bytes.
-    pub fn low_bytes<const R: i32, const C: i32>(v: Tile<i32, { [R, C] }>) -> Tile<i8, { [R, C] }> {
-        let by: Tile<i32, { [R, C] }> = constant(254i32, shape![R, C]);
-        let low: Tile<i32, { [R, C] }> = v - high_part::<R, C>(v) * by;
-        trunci(low, overflow::NoSignedWrap)
-    }
-
     /// What the sums over `hi` and `lo` are together, in f32 and in one rounding of each and one of their sum.
     pub fn joined<const R: i32, const C: i32>(
         high: Tile<i32, { [R, C] }>,

@@ -41,8 +41,11 @@ pub mod linear_int8 {
         let x: Tile<f32, { [1, PART] }> = convert_tile(x);
         let top: Tile<f32, { [1, 1] }> = largest::<1, W>(row);
         let v: Tile<i32, { [1, PART] }> = integers::<1, PART>(x, top);
-        let high: Tile<i8, { [1, PART] }> = high_bytes::<1, PART>(v);
-        let low: Tile<i8, { [1, PART] }> = low_bytes::<1, PART>(v);
+        let by: Tile<i32, { [1, PART] }> = constant(254i32, shape![1, PART]);
+        let high: Tile<i32, { [1, PART] }> = high_part::<1, PART>(v);
+        let low: Tile<i32, { [1, PART] }> = v - high * by;
+        let high: Tile<i8, { [1, PART] }> = trunci(high, overflow::NoSignedWrap);
+        let low: Tile<i8, { [1, PART] }> = trunci(low, overflow::NoSignedWrap);
         let view: Tensor<i8, { [-1, -1, -1] }> = page_pool(out, 2i32, rows, width, free);
         let mut part: PartitionMut<i8, { [1, 1, PART] }> =
             view.partition_full_mut(shape![1, 1, PART]);

@@ -106,7 +106,7 @@ kernels! {
     ROUND_ACTIVATIONS = linear_int8::round_activations(x width; out scales);
     FEW_INT8 = linear_int8::few_int8(y bias width depth; x x_scales w w_scales partials tickets);
     MANY_INT8 = linear_int8::many_int8(y bias width depth; x x_scales w w_scales);
-    RMS_NORM = norm::rms_norm(out x delta bias weight width; bytes scales sums row_scales weight_scales);
+    RMS_NORM = norm::rms_norm(out x delta bias weight width; sums row_scales weight_scales);
     SILU_GATED = activation::silu_gated(out x width; );
     XIELU = activation::xielu(out x count; );
     GATHER = rows::gather(out table width; );

@@ -68,9 +68,8 @@ pub mod norm {
     }
 
     /// `out = rms_norm(x) * weight`; with `PLANES` > 0, `x += delta` (written back) before. A delta is the sum of up to
-    /// `PLANES` planes, the splits of a layer that left them apart, and of its bias. With `BYTES` = 1 what is written to
-    /// `out` also goes to `bytes` and `scales`, as int8 weights take it, and splits are those of an int8 weight: two planes
-    /// of integers each, in `sums`. A row is `W` numbers in `S` stretches of `C`.
+    /// `PLANES` planes, the splits of a layer that left them apart, and of its bias. With `INTEGERS` = 1 the splits are
+    /// those of an int8 weight, two planes each, in `sums`. A row is `W` numbers in `S` stretches of `C`.
     /// Grid: (rows / R).
     #[cutile::entry(unchecked_accesses = true)]
     unsafe fn rms_norm<
@@ -79,13 +78,11 @@ pub mod norm {
         const R: i32,
         const W: i32,
         const PLANES: i32,
-        const BYTES: i32,
+        const INTEGERS: i32,
         const S: i32,
         const C: i32,
     >(
         out: *mut E,
-        bytes: *mut i8,
-        scales: *mut f32,
         x: *mut X,
         delta: *mut X,
         sums: *mut i32,
@@ -107,7 +104,7 @@ pub mod norm {
         let mut value: Tile<f32, { [R, W] }> = convert_tile(value);
         if PLANES > 0 {
             let mut change: Tile<f32, { [R, W] }> = constant(0.0f32, shape![R, W]);
-            if BYTES * PLANES > 1 {
+            if INTEGERS == 1 {
                 let planes: i32 = 2i32 * splits;
                 let high: Tile<i32, { [R, W] }> = summed::<i32, PLANES, R, W, S, C>(
                     sums, 0i32, 2i32, planes, rows, width, pid.0, free,
@@ -152,40 +149,5 @@ pub mod norm {
         let out_view: Tensor<E, { [-1, -1, -1, -1] }> =
             in_stretches::<E, S, C>(out, 1i32, rows, width, free);
         store_rows::<E, R, W, S, C>(&out_view, normed, pid.0);
-        if BYTES == 1 {
-            let x: Tile<f32, { [R, W] }> = convert_tile(normed);
-            let top: Tile<f32, { [R, 1] }> = largest::<R, W>(x);
-            let v: Tile<i32, { [R, W] }> = integers::<R, W>(x, top);
-            let view: Tensor<i8, { [-1, -1, -1, -1] }> =
-                in_stretches::<i8, S, C>(bytes, 2i32, rows, width, free);
-            let mut part: PartitionMut<i8, { [1, R, S, C] }> =
-                view.partition_full_mut(shape![1, R, S, C]);
-            let high: Tile<i8, { [R, W] }> = high_bytes::<R, W>(v);
-            let high: Tile<i8, { [1, R, S, C] }> = high.reshape(shape![1, R, S, C]);
-            let low: Tile<i8, { [R, W] }> = low_bytes::<R, W>(v);
-            let low: Tile<i8, { [1, R, S, C] }> = low.reshape(shape![1, R, S, C]);
-            // Through TMA they would be laid out anew first, which takes longer than all the rest.
-            store_view_tko_mut(
-                &mut part,
-                high,
-                [0i32, pid.0, 0i32, 0i32],
-                ordering::Weak,
-                scope::TileBlock,
-                None,
-                tma::Disabled,
-            );
-            store_view_tko_mut(
-                &mut part,
-                low,
-                [1i32, pid.0, 0i32, 0i32],
-                ordering::Weak,
-                scope::TileBlock,
-                None,
-                tma::Disabled,
-            );
-            let view: Tensor<f32, { [-1, -1] }> = matrix(scales, rows, 1i32, 1i32, free);
-            let mut part: PartitionMut<f32, { [R, 1] }> = view.partition_full_mut(shape![R, 1]);
-            part.store_unchecked(activation_scales::<R>(top), [pid.0, 0i32]);
-        }
     }
 }
