@@ -404,7 +404,7 @@ pub fn norm_variant(stream: Type, kind: Type, width: usize, planes: usize, int8:
         &[rows, tile, planes, int8.into(), tile / stretch, stretch],
     );
     variant
-        .hints(if tile > 4096 { 8 } else { 4 }, 2)
+        .hints((tile / 512).clamp(4, 16), 1)
         .aligned(width.is_multiple_of(8))
 }
 

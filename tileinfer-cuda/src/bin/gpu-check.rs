@@ -23,8 +23,8 @@ use tileinfer_cuda::CudaBackend;
 use tileinfer_cuda::driver::{Address, Memory};
 use tileinfer_cuda::kernels::Type;
 use tileinfer_cuda::ops::{
-    AttentionPlan, Groups, HeadGroup, HeadInputs, LinearShape, Ops, PAGE, Pools, Rows, StepArrays,
-    Then, attention_tiles, sweep_plans, sweep_shapes, sweep_tiles,
+    AttentionPlan, Delta, Groups, HeadGroup, HeadInputs, LinearShape, Ops, PAGE, Pools, Rows,
+    StepArrays, Then, attention_tiles, splits, sweep_plans, sweep_shapes, sweep_tiles,
 };
 use tileinfer_cuda::store::KernelOptions;
 
@@ -152,11 +152,12 @@ impl Array {
 impl Checker {
     fn run(mut self) -> Result<usize> {
         println!("{:?}", self.ops.device().info());
-        let steps: [(&str, Check); 9] = [
+        let steps: [(&str, Check); 10] = [
             ("linear", Self::linear),
             ("int8", Self::int8),
             ("rows do not see their neighbours", Self::linear_bits),
             ("norms", Self::norms),
+            ("norms add up splits alike", Self::norm_bits),
             ("activations", Self::activations),
             ("heads", Self::heads),
             ("attention", Self::attention),
@@ -530,6 +531,74 @@ impl Checker {
                     );
                     self.same(&format!("{what}: x"), &left, &moved);
                 }
+            }
+        }
+        Ok(())
+    }
+
+    /// However many planes a residual update comes in, and whether of an int8 weight, a row gets the same bits: the order
+    /// in which the compiler adds a row's squares must not depend on it.
+    fn norm_bits(&mut self) -> Result<()> {
+        let rows = 3;
+        for width in [64, 256, 576, 1000, 1024, 2048, 4096, 5120, 8192] {
+            let cut = [256, 512, 1024, 4096].map(|k| splits(Type::Bf16, width, k).0);
+            for planes in cut.into_iter().filter(|&planes| planes > 1) {
+                // Whole numbers, so that no sum is rounded.
+                let mut numbers = |most: u64| -> Vec<i32> {
+                    let count = planes * rows * width;
+                    (0..count)
+                        .map(|_| (self.next() % (2 * most + 1)) as i32 - most as i32)
+                        .collect()
+                };
+                let (high, low) = (numbers(20), numbers(127));
+                let floats: Vec<f32> = high
+                    .iter()
+                    .zip(&low)
+                    .map(|(high, low)| (254 * high + low) as f32)
+                    .collect();
+                let mut whole = vec![0.0; rows * width];
+                for plane in floats.chunks(rows * width) {
+                    whole.iter_mut().zip(plane).for_each(|(a, b)| *a += b);
+                }
+                let pairs = high
+                    .chunks(rows * width)
+                    .zip(low.chunks(rows * width))
+                    .flat_map(|(high, low)| [high, low]);
+                let integers: Vec<f32> =
+                    pairs.flatten().map(|&v| f32::from_bits(v as u32)).collect();
+                let ones = self.array(Type::F32, &vec![1.0; width.max(rows)])?;
+                let weight = self.values(Type::Bf16, width, 1.0);
+                let weight = self.array(Type::Bf16, &weight)?;
+                let start = self.values(Type::F32, rows * width, 1000.0);
+                let mut normed = Vec::new();
+                for (values, splits, scales) in [
+                    (&whole, 1, None),
+                    (&floats, planes, None),
+                    (&integers, planes, Some([ones.at(); 2])),
+                ] {
+                    let x = self.array(Type::F32, &start)?;
+                    let values = self.array(Type::F32, values)?;
+                    let out = self.poisoned(Type::Bf16, rows * width)?;
+                    let delta = Delta {
+                        values: values.at(),
+                        splits,
+                        scales,
+                        bias: None,
+                    };
+                    self.ops.rms_norm(
+                        out.at(),
+                        x.at(),
+                        Some(delta),
+                        weight.at(),
+                        [Type::F32, Type::Bf16],
+                        [rows, width],
+                        1e-6,
+                    )?;
+                    normed.push([self.read(&x)?, self.read(&out)?].concat());
+                }
+                let what = format!("{planes} planes of {rows} x {width}");
+                self.same(&what, &normed[1], &normed[0]);
+                self.same(&format!("{what}, integers"), &normed[2], &normed[0]);
             }
         }
         Ok(())
