@@ -373,19 +373,15 @@ pub fn apart_plan(shape: &LinearShape) -> Option<LinearPlan> {
 /// The kernel that rounds rows of activations of `width`, so many of them.
 pub fn rounding_variant(kind: Type, [rows, width]: [usize; 2]) -> Variant {
     let tile = width.next_power_of_two().max(64) as i32;
-    let stretch = stretch_of(width, tile);
     // Rounding takes longer than looking for the largest number; many rows keep all multiprocessors busy anyway.
     let part = if rows <= 64 { 1024 } else { 4096 };
-    let sizes = [tile, tile / stretch, stretch, tile.min(part)];
-    Variant::new(&kernels::ROUND_ACTIVATIONS, &[kind], &sizes)
-        .hints(if tile > 4096 { 16 } else { 8 }, 2)
-        .aligned(width.is_multiple_of(8))
-}
-
-/// How a row of `width` in a tile of `tile` numbers is cut. A tile of stretches of 128 bytes is one copy of TMA's, where a
-/// whole row is one for each.
-fn stretch_of(width: usize, tile: i32) -> i32 {
-    if width.is_multiple_of(32) { 32 } else { tile }
+    Variant::new(
+        &kernels::ROUND_ACTIVATIONS,
+        &[kind],
+        &[tile, tile.min(part)],
+    )
+    .hints((tile / 1024).clamp(4, 16), 2)
+    .aligned(width.is_multiple_of(8))
 }
 
 /// The norm kernel from rows of type `stream` and of `width` to rows of `kind`; `planes` of a [`Delta`] that it adds
@@ -397,11 +393,10 @@ pub fn norm_variant(stream: Type, kind: Type, width: usize, planes: usize, int8:
         0 => 0,
         planes => planes.next_power_of_two() as i32,
     };
-    let stretch = stretch_of(width, tile);
     let variant = Variant::new(
         &kernels::RMS_NORM,
         &[stream, kind],
-        &[rows, tile, planes, int8.into(), tile / stretch, stretch],
+        &[rows, tile, planes, int8.into()],
     );
     variant
         .hints((tile / 512).clamp(4, 16), 1)
@@ -816,7 +811,7 @@ impl Ops {
         let numbers = [rows.into(), width.into()];
         let arguments = [&addresses[..], &numbers].concat();
         let variant = rounding_variant(kind, [rows, width]);
-        let parts = width.div_ceil(variant.sizes[3] as usize);
+        let parts = width.div_ceil(variant.sizes[1] as usize);
         self.launch(&variant, [parts, rows, 1], &arguments)
     }
 
@@ -1244,10 +1239,7 @@ pub fn catalog() -> Vec<Variant> {
                 }
             }
             for width in [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768] {
-                // In stretches, or not, and of few rows or many.
-                for width in [width - odd, width - 8 * (1 - odd)] {
-                    all.extend([1, 100].map(|rows| rounding_variant(kind, [rows, width])));
-                }
+                all.extend([1, 100].map(|rows| rounding_variant(kind, [rows, width - odd])));
             }
             for kernel in [&kernels::SILU_GATED, &kernels::XIELU] {
                 all.push(stretch_variant(kernel, &[kind], 1024 + odd));

@@ -249,36 +249,30 @@ pub mod attention {
         select(seen, scale, nothing)
     }
 
-    /// Queries as they meet the keys of an int8 cache: times the factors that the keys were divided by.
+    /// What keys of a kv head were divided by: queries are multiplied by it.
     ///
     /// # Safety
     /// As for the entry points below.
-    pub unsafe fn unsmoothed<E: ElementType, const BQ: i32, const D: i32>(
-        q: Tile<E, { [BQ, D] }>,
+    pub unsafe fn head_factors<const D: i32>(
         factors: *mut f32,
         kv_head: i32,
         head_dim: i32,
         free: Token,
-    ) -> Tile<f32, { [BQ, D] }> {
+    ) -> (Tile<f32, { [1, D] }>, Token) {
         let lane: Tile<i32, { [1, D] }> = column_numbers::<1, D>();
         let inside: Tile<bool, { [1, D] }> =
             lt_tile(lane, broadcast_scalar(head_dim, shape![1, D]));
-        let (factor, _t): (Tile<f32, { [1, D] }>, Token) = load_ptr_tko(
-            addresses(
-                factors,
-                lane + broadcast_scalar(kv_head * head_dim, shape![1, D]),
-            ),
-            ordering::Weak,
-            None::<scope::Device>,
-            Some(inside),
-            None,
-            Some(free),
-            Latency::<0>,
-        );
-        let nothing: Tile<f32, { [1, D] }> = constant(0.0f32, shape![1, D]);
-        let factor: Tile<f32, { [1, D] }> = select(inside, factor, nothing);
+        let at: Tile<i32, { [1, D] }> = lane + broadcast_scalar(kv_head * head_dim, shape![1, D]);
+        load_live::<f32, 1, D>(factors, at, inside, free)
+    }
+
+    /// Queries times these factors.
+    pub fn unsmoothed<E: ElementType, const BQ: i32, const D: i32>(
+        q: Tile<E, { [BQ, D] }>,
+        factors: Tile<f32, { [1, D] }>,
+    ) -> Tile<f32, { [BQ, D] }> {
         let q: Tile<f32, { [BQ, D] }> = convert_tile(q);
-        q * factor.broadcast(shape![BQ, D])
+        q * factors.broadcast(shape![BQ, D])
     }
 
     /// Zeros.
@@ -376,7 +370,9 @@ pub mod attention {
             let mut q: Tile<E, { [BQ, D] }> =
                 load_queries::<E, BQ, D>(free, queries, offsets, live);
             if INT8 == 1 {
-                q = convert_tile(unsmoothed::<E, BQ, D>(q, factors, kv_head, head_dim, free));
+                let (factors, _token): (Tile<f32, { [1, D] }>, Token) =
+                    head_factors::<D>(factors, kv_head, head_dim, free);
+                q = convert_tile(unsmoothed::<E, BQ, D>(q, factors));
             }
             let q: Tile<E, { [D, BQ] }> = q.transpose();
 
@@ -811,7 +807,9 @@ pub mod attention {
             vector * broadcast_scalar(head_dim, shape![BQ, D]) + lane;
         let mut q: Tile<E, { [BQ, D] }> = load_queries::<E, BQ, D>(free, queries, offsets, live);
         if INT8 == 1 {
-            q = convert_tile(unsmoothed::<E, BQ, D>(q, factors, kv_head, head_dim, free));
+            let (factors, _token): (Tile<f32, { [1, D] }>, Token) =
+                head_factors::<D>(factors, kv_head, head_dim, free);
+            q = convert_tile(unsmoothed::<E, BQ, D>(q, factors));
         }
 
         // What each query sees.

@@ -335,9 +335,20 @@ pub mod attention_int8 {
             turns = ceil_div(last_block - turn, grid.0);
         }
 
+        // No kernel writes factors. The first page is looked up before the wait: its number, never below 0, is near when it
+        // is needed.
+        let (factors, asked): (Tile<f32, { [1, D] }>, Token) =
+            head_factors::<D>(factors, kv_head, head_bytes, given);
+        let seen: i32 = min(max(turn * 256, low), max(high - 1, 0i32));
+        turns = turns
+            + min(
+                scalar_at(given, tables, table_start + seen / page_size),
+                0i32,
+            );
+
         // Blocks without keys make room at once: some other block of this kernel waits.
         if turns > 0 {
-            let free: Token = start_early();
+            let free: Token = start_early_after(asked);
             let member: Tile<i32, { [BQ, D] }> = row_numbers::<BQ, D>();
             let lane: Tile<i32, { [BQ, D] }> = column_numbers::<BQ, D>();
             let vector: Tile<i32, { [BQ, D] }> =
@@ -348,8 +359,7 @@ pub mod attention_int8 {
             let offsets: Tile<i32, { [BQ, D] }> =
                 vector * broadcast_scalar(head_bytes, shape![BQ, D]) + lane;
             let q: Tile<E, { [BQ, D] }> = load_queries::<E, BQ, D>(free, queries, offsets, live);
-            let q: Tile<f32, { [BQ, D] }> =
-                unsmoothed::<E, BQ, D>(q, factors, kv_head, head_bytes, free);
+            let q: Tile<f32, { [BQ, D] }> = unsmoothed::<E, BQ, D>(q, factors);
             let largest: Tile<f32, { [BQ, 1] }> = largest::<BQ, D>(q);
             let q_scale: Tile<f32, { [BQ, 1] }> =
                 activation_scales::<BQ>(largest) * broadcast_scalar(scale, shape![BQ, 1]);
@@ -616,8 +626,9 @@ pub mod attention_int8 {
         let offsets: Tile<i32, { [BQ, D] }> =
             vector * broadcast_scalar(head_bytes, shape![BQ, D]) + lane;
         let q: Tile<E, { [BQ, D] }> = load_queries::<E, BQ, D>(free, queries, offsets, live);
-        let q: Tile<f32, { [BQ, D] }> =
-            unsmoothed::<E, BQ, D>(q, factors, kv_head, head_bytes, free);
+        let (factors, _token): (Tile<f32, { [1, D] }>, Token) =
+            head_factors::<D>(factors, kv_head, head_bytes, free);
+        let q: Tile<f32, { [BQ, D] }> = unsmoothed::<E, BQ, D>(q, factors);
         let largest: Tile<f32, { [BQ, 1] }> = largest::<BQ, D>(q);
         let q_scale: Tile<f32, { [BQ, 1] }> =
             activation_scales::<BQ>(largest) * broadcast_scalar(scale, shape![BQ, 1]);

@@ -12,17 +12,31 @@ pub mod linear_int8 {
     use super::super::views::views::*;
     use cutile::core::*;
 
+    /// Row `row` of activations from column `first` on, zeros past the end.
+    ///
+    /// # Safety
+    /// `x` holds the row.
+    unsafe fn columns_of_row<E: ElementType, const W: i32>(
+        x: *mut E,
+        row: i32,
+        width: i32,
+        first: i32,
+        free: Token,
+    ) -> Tile<f32, { [1, W] }> {
+        let column: Tile<i32, { [1, W] }> =
+            broadcast_scalar(first, shape![1, W]) + column_numbers::<1, W>();
+        let inside: Tile<bool, { [1, W] }> = lt_tile(column, broadcast_scalar(width, shape![1, W]));
+        let from: Tile<i32, { [1, W] }> = broadcast_scalar(row * width, shape![1, W]) + column;
+        let (values, _token): (Tile<E, { [1, W] }>, Token) =
+            load_live::<E, 1, W>(x, from, inside, free);
+        convert_tile(values)
+    }
+
     /// Rows of activations as bytes: `out` holds all rows of `hi`, then all rows of `lo`; `scales` one number a
-    /// row. A row is `W` numbers in `S` stretches of `C`; each block looks at all of it and rounds `PART` numbers.
+    /// row. Each block looks at a whole row, of up to `W` numbers, and rounds `PART` of them.
     /// Grid: (width / PART, rows).
     #[cutile::entry(unchecked_accesses = true)]
-    unsafe fn round_activations<
-        E: ElementType,
-        const W: i32,
-        const S: i32,
-        const C: i32,
-        const PART: i32,
-    >(
+    unsafe fn round_activations<E: ElementType, const W: i32, const PART: i32>(
         out: *mut i8,
         scales: *mut f32,
         x: *mut E,
@@ -31,14 +45,9 @@ pub mod linear_int8 {
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
         let free: Token = start_early();
-        let row_view: Tensor<E, { [-1, -1, -1, -1] }> =
-            in_stretches::<E, S, C>(x, 1i32, rows, width, free);
-        let row: Tile<E, { [1, W] }> = rows_of::<E, 1, W, S, C>(&row_view, 0i32, pid.1);
-        let x_view: Tensor<E, { [-1, -1] }> = matrix(x, rows, width, width, free);
-        let x_part: Partition<E, { [1, PART] }> = x_view.partition(shape![1, PART]);
-        let x: Tile<E, { [1, PART] }> = x_part.load([pid.1, pid.0]);
-        let row: Tile<f32, { [1, W] }> = convert_tile(row);
-        let x: Tile<f32, { [1, PART] }> = convert_tile(x);
+        let row: Tile<f32, { [1, W] }> = columns_of_row::<E, W>(x, pid.1, width, 0i32, free);
+        let x: Tile<f32, { [1, PART] }> =
+            columns_of_row::<E, PART>(x, pid.1, width, pid.0 * PART, free);
         let top: Tile<f32, { [1, 1] }> = largest::<1, W>(row);
         let v: Tile<i32, { [1, PART] }> = integers::<1, PART>(x, top);
         let by: Tile<i32, { [1, PART] }> = constant(254i32, shape![1, PART]);

@@ -9,68 +9,86 @@ pub mod norm {
     use super::super::views::views::*;
     use cutile::core::*;
 
-    /// The sum of up to `PLANES` planes `[rows, width]` for the rows of a block, every `step`th of `planes` in memory, from
-    /// `first` on: one after the other, starting from zero, as the layer itself adds its splits. (What is loaded past
-    /// them is zeros.)
+    /// A block's rows of one of `planes` planes of `size` numbers, zeros where there is no such plane.
     ///
     /// # Safety
-    /// As for [`matrix`](views).
-    unsafe fn summed<
-        T: ElementType,
-        const PLANES: i32,
-        const R: i32,
-        const W: i32,
-        const S: i32,
-        const C: i32,
-    >(
+    /// `base` holds the planes.
+    unsafe fn plane_of<T: ElementType, const R: i32, const W: i32>(
+        base: *mut T,
+        plane: i32,
+        planes: i32,
+        size: i32,
+        offsets: Tile<i32, { [R, W] }>,
+        live: Tile<bool, { [R, W] }>,
+        free: Token,
+    ) -> Tile<T, { [R, W] }> {
+        let start: Tile<i32, { [R, W] }> = broadcast_scalar(plane * size, shape![R, W]);
+        let number: Tile<i32, { [R, W] }> = broadcast_scalar(plane, shape![R, W]);
+        let there: Tile<bool, { [R, W] }> = lt_tile(number, broadcast_scalar(planes, shape![R, W]));
+        let (values, _token): (Tile<T, { [R, W] }>, Token) =
+            load_live::<T, R, W>(base, start + offsets, live & there, free);
+        values
+    }
+
+    /// The sum of up to `PLANES` planes for the rows of a block, every `step`th in memory from `first` on: one after the
+    /// other, starting from zero, as the layer itself adds its splits.
+    ///
+    /// # Safety
+    /// As for `plane_of`.
+    unsafe fn summed<T: ElementType, const PLANES: i32, const R: i32, const W: i32>(
         base: *mut T,
         first: i32,
         step: i32,
         planes: i32,
-        rows: i32,
-        width: i32,
-        block: i32,
+        size: i32,
+        offsets: Tile<i32, { [R, W] }>,
+        live: Tile<bool, { [R, W] }>,
         free: Token,
     ) -> Tile<T, { [R, W] }> {
-        let view: Tensor<T, { [-1, -1, -1, -1] }> =
-            in_stretches::<T, S, C>(base, planes, rows, width, free);
         let mut sum: Tile<T, { [R, W] }> = constant(T::ZERO, shape![R, W]);
-        sum = sum + rows_of::<T, R, W, S, C>(&view, first, block);
+        sum = sum + plane_of::<T, R, W>(base, first, planes, size, offsets, live, free);
         if PLANES > 1 {
-            sum = sum + rows_of::<T, R, W, S, C>(&view, first + step, block);
+            sum = sum + plane_of::<T, R, W>(base, first + step, planes, size, offsets, live, free);
         }
         if PLANES > 2 {
-            sum = sum + rows_of::<T, R, W, S, C>(&view, first + 2i32 * step, block);
-            sum = sum + rows_of::<T, R, W, S, C>(&view, first + 3i32 * step, block);
+            sum = sum
+                + plane_of::<T, R, W>(base, first + 2i32 * step, planes, size, offsets, live, free);
+            sum = sum
+                + plane_of::<T, R, W>(base, first + 3i32 * step, planes, size, offsets, live, free);
         }
         if PLANES > 4 {
-            sum = sum + rows_of::<T, R, W, S, C>(&view, first + 4i32 * step, block);
-            sum = sum + rows_of::<T, R, W, S, C>(&view, first + 5i32 * step, block);
-            sum = sum + rows_of::<T, R, W, S, C>(&view, first + 6i32 * step, block);
-            sum = sum + rows_of::<T, R, W, S, C>(&view, first + 7i32 * step, block);
+            sum = sum
+                + plane_of::<T, R, W>(base, first + 4i32 * step, planes, size, offsets, live, free);
+            sum = sum
+                + plane_of::<T, R, W>(base, first + 5i32 * step, planes, size, offsets, live, free);
+            sum = sum
+                + plane_of::<T, R, W>(base, first + 6i32 * step, planes, size, offsets, live, free);
+            sum = sum
+                + plane_of::<T, R, W>(base, first + 7i32 * step, planes, size, offsets, live, free);
         }
         sum
     }
 
-    /// The numbers of a vector as wide as a row.
+    /// The numbers of a vector as wide as a row, and the token of the load.
     ///
     /// # Safety
-    /// As for [`matrix`](views).
-    unsafe fn wide_vector<T: ElementType, const W: i32, const S: i32, const C: i32>(
+    /// `base` holds it.
+    unsafe fn wide_vector<T: ElementType, const W: i32>(
         base: *mut T,
         width: i32,
         free: Token,
-    ) -> Tile<f32, { [1, W] }> {
-        let view: Tensor<T, { [-1, -1, -1, -1] }> =
-            in_stretches::<T, S, C>(base, 1i32, 1i32, width, free);
-        let values: Tile<T, { [1, W] }> = rows_of::<T, 1, W, S, C>(&view, 0i32, 0i32);
-        convert_tile(values)
+    ) -> (Tile<f32, { [1, W] }>, Token) {
+        let column: Tile<i32, { [1, W] }> = column_numbers::<1, W>();
+        let inside: Tile<bool, { [1, W] }> = lt_tile(column, broadcast_scalar(width, shape![1, W]));
+        let (values, asked): (Tile<T, { [1, W] }>, Token) =
+            load_live::<T, 1, W>(base, column, inside, free);
+        let values: Tile<f32, { [1, W] }> = convert_tile(values);
+        (values, asked)
     }
 
     /// `out = rms_norm(x) * weight`; with `PLANES` > 0, `x += delta` (written back) before. A delta is the sum of up to
     /// `PLANES` planes, the splits of a layer that left them apart, and of its bias. With `INTEGERS` = 1 the splits are
-    /// those of an int8 weight, two planes each, in `sums`. A row is `W` numbers in `S` stretches of `C`.
-    /// Grid: (rows / R).
+    /// those of an int8 weight, two planes each, in `sums`. Grid: (rows / R).
     #[cutile::entry(unchecked_accesses = true)]
     unsafe fn rms_norm<
         X: ElementType,
@@ -79,8 +97,6 @@ pub mod norm {
         const W: i32,
         const PLANES: i32,
         const INTEGERS: i32,
-        const S: i32,
-        const C: i32,
     >(
         out: *mut E,
         x: *mut X,
@@ -97,57 +113,60 @@ pub mod norm {
         eps: f32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
-        // No kernel writes weights: what belongs to them is loaded before the wait, without TMA, which lays out the sums
-        // below as it is for bf16 weights.
+        let row: Tile<i32, { [R, W] }> =
+            row_numbers::<R, W>() + broadcast_scalar(pid.0 * R, shape![R, W]);
+        let column: Tile<i32, { [R, W] }> = column_numbers::<R, W>();
+        let live: Tile<bool, { [R, W] }> = lt_tile(row, broadcast_scalar(rows, shape![R, W]))
+            & lt_tile(column, broadcast_scalar(width, shape![R, W]));
+        let offsets: Tile<i32, { [R, W] }> = row * broadcast_scalar(width, shape![R, W]) + column;
+        let size: i32 = rows * width;
+        // No kernel writes weights: they are asked for before the wait.
         let given: Token = new_token_unordered();
+        let (w, asked): (Tile<f32, { [1, W] }>, Token) = wide_vector::<E, W>(weight, width, given);
         let mut s: Tile<f32, { [1, W] }> = constant(0.0f32, shape![1, W]);
+        let mut asked: Token = asked;
         if INTEGERS == 1 {
-            let view: Tensor<f32, { [-1, -1, -1, -1] }> =
-                in_stretches::<f32, S, C>(weight_scales, 1i32, 1i32, width, given);
-            let part: Partition<f32, { [1, 1, S, C] }> = view.partition(shape![1, 1, S, C]);
-            let values: Tile<f32, { [1, 1, S, C] }> = load_view_tko(
-                &part,
-                [0i32, 0i32, 0i32, 0i32],
-                ordering::Weak,
-                scope::TileBlock,
-                None,
-                tma::Disabled,
-            );
-            s = values.reshape(shape![1, W]);
+            let (scales, both): (Tile<f32, { [1, W] }>, Token) =
+                wide_vector::<f32, W>(weight_scales, width, asked);
+            s = scales;
+            asked = both;
         }
-        let free: Token = start_early();
-        let x_view: Tensor<X, { [-1, -1, -1, -1] }> =
-            in_stretches::<X, S, C>(x, 1i32, rows, width, free);
-        let value: Tile<X, { [R, W] }> = rows_of::<X, R, W, S, C>(&x_view, 0i32, pid.0);
+        let free: Token = start_early_after(asked);
+        // One load after the other, so that all are under way before the first is used.
+        let (value, free): (Tile<X, { [R, W] }>, Token) =
+            load_live::<X, R, W>(x, offsets, live, free);
         let mut value: Tile<f32, { [R, W] }> = convert_tile(value);
         if PLANES > 0 {
             let mut change: Tile<f32, { [R, W] }> = constant(0.0f32, shape![R, W]);
             if INTEGERS == 1 {
                 let planes: i32 = 2i32 * splits;
-                let high: Tile<i32, { [R, W] }> = summed::<i32, PLANES, R, W, S, C>(
-                    sums, 0i32, 2i32, planes, rows, width, pid.0, free,
+                let high: Tile<i32, { [R, W] }> = summed::<i32, PLANES, R, W>(
+                    sums, 0i32, 2i32, planes, size, offsets, live, free,
                 );
-                let low: Tile<i32, { [R, W] }> = summed::<i32, PLANES, R, W, S, C>(
-                    sums, 1i32, 2i32, planes, rows, width, pid.0, free,
+                let low: Tile<i32, { [R, W] }> = summed::<i32, PLANES, R, W>(
+                    sums, 1i32, 2i32, planes, size, offsets, live, free,
                 );
-                let t_view: Tensor<f32, { [-1, -1] }> = matrix(row_scales, rows, 1i32, 1i32, free);
-                let t_part: Partition<f32, { [R, 1] }> = t_view.partition(shape![R, 1]);
-                let t: Tile<f32, { [R, 1] }> = t_part.load([pid.0, 0i32]);
+                let first: Tile<i32, { [R, 1] }> =
+                    row_numbers::<R, 1>() + broadcast_scalar(pid.0 * R, shape![R, 1]);
+                let there: Tile<bool, { [R, 1] }> =
+                    lt_tile(first, broadcast_scalar(rows, shape![R, 1]));
+                let (t, _token): (Tile<f32, { [R, 1] }>, Token) =
+                    load_live::<f32, R, 1>(row_scales, first, there, free);
                 let scale: Tile<f32, { [R, W] }> =
                     times::<R, W>(t.broadcast(shape![R, W]), s.broadcast(shape![R, W]));
                 change = times::<R, W>(joined::<R, W>(high, low), scale);
             } else {
-                let sum: Tile<X, { [R, W] }> = summed::<X, PLANES, R, W, S, C>(
-                    delta, 0i32, 1i32, splits, rows, width, pid.0, free,
-                );
+                let sum: Tile<X, { [R, W] }> =
+                    summed::<X, PLANES, R, W>(delta, 0i32, 1i32, splits, size, offsets, live, free);
                 change = convert_tile(sum);
             }
             if has_bias == 1 {
-                let b: Tile<f32, { [1, W] }> = wide_vector::<E, W, S, C>(bias, width, free);
+                let (b, _token): (Tile<f32, { [1, W] }>, Token) =
+                    wide_vector::<E, W>(bias, width, free);
                 change = change + b.broadcast(shape![R, W]);
             }
             let sum: Tile<X, { [R, W] }> = convert_tile(value + change);
-            store_rows::<X, R, W, S, C>(&x_view, sum, pid.0);
+            store_live::<X, R, W>(x, offsets, live, sum, free);
             value = convert_tile(sum);
         }
         let squares: Tile<f32, { [R] }> = reduce_sum(value * value, 1);
@@ -158,12 +177,9 @@ pub mod norm {
         let scale: Tile<f32, { [R] }> =
             rsqrt(mean + broadcast_scalar(eps, shape![R]), ftz::Disabled);
         let scale: Tile<f32, { [R, 1] }> = scale.reshape(shape![R, 1]);
-        let w: Tile<f32, { [1, W] }> = wide_vector::<E, W, S, C>(weight, width, free);
         let normed: Tile<f32, { [R, W] }> =
             value * scale.broadcast(shape![R, W]) * w.broadcast(shape![R, W]);
         let normed: Tile<E, { [R, W] }> = convert_tile(normed);
-        let out_view: Tensor<E, { [-1, -1, -1, -1] }> =
-            in_stretches::<E, S, C>(out, 1i32, rows, width, free);
-        store_rows::<E, R, W, S, C>(&out_view, normed, pid.0);
+        store_live::<E, R, W>(out, offsets, live, normed, free);
     }
 }

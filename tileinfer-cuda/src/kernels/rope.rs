@@ -11,11 +11,11 @@ pub mod rope {
     /// One part (queries, keys or values) of one row, `HB` heads a block; `P` is the half head padded to a
     /// power of two. `part` 0 writes queries to `queries`, 1 and 2 write to their row's slot. For an int8 cache
     /// (`INT8` = 1) vectors go to `bytes` and `pool_scales` instead of `out`, divided by `factors` if `smoothed`.
+    /// No kernel writes weights, cosines and factors: they are asked for before the wait, which is here.
     ///
     /// # Safety
     /// As for the entry points below.
     unsafe fn heads_of_part<E: ElementType, const HB: i32, const P: i32, const INT8: i32>(
-        free: Token,
         out: *mut E,
         bytes: *mut i8,
         pool_scales: *mut f32,
@@ -45,29 +45,43 @@ pub mod rope {
         let live: Tile<bool, { [HB, P] }> = inside & there;
         let dims: Tile<i32, { [HB, P] }> = broadcast_scalar(head_dim, shape![HB, P]);
         let halves: Tile<i32, { [HB, P] }> = broadcast_scalar(half, shape![HB, P]);
+        let given: Token = new_token_unordered();
+        let one: Tile<i32, { [HB, P] }> = constant(1i32, shape![HB, P]);
+        let with_norm: Tile<bool, { [HB, P] }> =
+            inside & eq_tile(broadcast_scalar(normed, shape![HB, P]), one);
+        let with_turn: Tile<bool, { [HB, P] }> =
+            inside & eq_tile(broadcast_scalar(turned, shape![HB, P]), one);
+        let at: Tile<i32, { [HB, P] }> = broadcast_scalar(position * half, shape![HB, P]) + lane;
+        let (wa, given): (Tile<E, { [HB, P] }>, Token) =
+            load_live::<E, HB, P>(weight, lane, with_norm, given);
+        let (wb, given): (Tile<E, { [HB, P] }>, Token) =
+            load_live::<E, HB, P>(weight, lane + halves, with_norm, given);
+        let (c, given): (Tile<f32, { [HB, P] }>, Token) =
+            load_live::<f32, HB, P>(cos, at, with_turn, given);
+        let (s, given): (Tile<f32, { [HB, P] }>, Token) =
+            load_live::<f32, HB, P>(sin, at, with_turn, given);
+        let mut asked: Token = given;
+        let mut fa: Tile<f32, { [HB, P] }> = constant(1.0f32, shape![HB, P]);
+        let mut fb: Tile<f32, { [HB, P] }> = constant(1.0f32, shape![HB, P]);
+        if INT8 == 1 {
+            let divided: Tile<bool, { [HB, P] }> =
+                live & eq_tile(broadcast_scalar(smoothed, shape![HB, P]), one);
+            let (a, first): (Tile<f32, { [HB, P] }>, Token) =
+                load_live::<f32, HB, P>(factors, head * dims + lane, divided, asked);
+            let (b, second): (Tile<f32, { [HB, P] }>, Token) =
+                load_live::<f32, HB, P>(factors, head * dims + lane + halves, divided, first);
+            asked = second;
+            fa = select(divided, a, fa);
+            fb = select(divided, b, fb);
+        }
+        let free: Token = start_early_after(asked);
         let from: Tile<i32, { [HB, P] }> =
             broadcast_scalar(x_first, shape![HB, P]) + head * dims + lane;
-        let (a, _t): (Tile<E, { [HB, P] }>, Token) = load_ptr_tko(
-            addresses(x, from),
-            ordering::Weak,
-            None::<scope::Device>,
-            Some(live),
-            None,
-            Some(free),
-            Latency::<0>,
-        );
-        let (b, _t): (Tile<E, { [HB, P] }>, Token) = load_ptr_tko(
-            addresses(x, from + halves),
-            ordering::Weak,
-            None::<scope::Device>,
-            Some(live),
-            None,
-            Some(free),
-            Latency::<0>,
-        );
-        let nothing: Tile<E, { [HB, P] }> = constant(E::ZERO, shape![HB, P]);
-        let mut a: Tile<E, { [HB, P] }> = select(live, a, nothing);
-        let mut b: Tile<E, { [HB, P] }> = select(live, b, nothing);
+        let (x_a, free): (Tile<E, { [HB, P] }>, Token) = load_live::<E, HB, P>(x, from, live, free);
+        let (x_b, free): (Tile<E, { [HB, P] }>, Token) =
+            load_live::<E, HB, P>(x, from + halves, live, free);
+        let mut a: Tile<E, { [HB, P] }> = x_a;
+        let mut b: Tile<E, { [HB, P] }> = x_b;
         if normed == 1 {
             let a32: Tile<f32, { [HB, P] }> = convert_tile(a);
             let b32: Tile<f32, { [HB, P] }> = convert_tile(b);
@@ -79,50 +93,12 @@ pub mod rope {
                 rsqrt(mean + broadcast_scalar(eps, shape![HB]), ftz::Disabled);
             let factor: Tile<f32, { [HB, 1] }> = factor.reshape(shape![HB, 1]);
             let factor: Tile<f32, { [HB, P] }> = factor.broadcast(shape![HB, P]);
-            let (wa, _t): (Tile<E, { [HB, P] }>, Token) = load_ptr_tko(
-                addresses(weight, lane),
-                ordering::Weak,
-                None::<scope::Device>,
-                Some(inside),
-                None,
-                Some(free),
-                Latency::<0>,
-            );
-            let (wb, _t): (Tile<E, { [HB, P] }>, Token) = load_ptr_tko(
-                addresses(weight, lane + halves),
-                ordering::Weak,
-                None::<scope::Device>,
-                Some(inside),
-                None,
-                Some(free),
-                Latency::<0>,
-            );
             let wa: Tile<f32, { [HB, P] }> = convert_tile(wa);
             let wb: Tile<f32, { [HB, P] }> = convert_tile(wb);
             a = convert_tile(a32 * factor * wa);
             b = convert_tile(b32 * factor * wb);
         }
         if turned == 1 {
-            let at: Tile<i32, { [HB, P] }> =
-                broadcast_scalar(position * half, shape![HB, P]) + lane;
-            let (c, _t): (Tile<f32, { [HB, P] }>, Token) = load_ptr_tko(
-                addresses(cos, at),
-                ordering::Weak,
-                None::<scope::Device>,
-                Some(inside),
-                None,
-                Some(free),
-                Latency::<0>,
-            );
-            let (s, _t): (Tile<f32, { [HB, P] }>, Token) = load_ptr_tko(
-                addresses(sin, at),
-                ordering::Weak,
-                None::<scope::Device>,
-                Some(inside),
-                None,
-                Some(free),
-                Latency::<0>,
-            );
             let a32: Tile<f32, { [HB, P] }> = convert_tile(a);
             let b32: Tile<f32, { [HB, P] }> = convert_tile(b);
             let zero: Tile<f32, { [HB, P] }> = constant(0.0f32, shape![HB, P]);
@@ -143,88 +119,25 @@ pub mod rope {
             let mut a: Tile<f32, { [HB, P] }> = convert_tile(a);
             let mut b: Tile<f32, { [HB, P] }> = convert_tile(b);
             if smoothed == 1 {
-                let (fa, _t): (Tile<f32, { [HB, P] }>, Token) = load_ptr_tko(
-                    addresses(factors, head * dims + lane),
-                    ordering::Weak,
-                    None::<scope::Device>,
-                    Some(live),
-                    None,
-                    Some(free),
-                    Latency::<0>,
-                );
-                let (fb, _t): (Tile<f32, { [HB, P] }>, Token) = load_ptr_tko(
-                    addresses(factors, head * dims + lane + halves),
-                    ordering::Weak,
-                    None::<scope::Device>,
-                    Some(live),
-                    None,
-                    Some(free),
-                    Latency::<0>,
-                );
-                let ones: Tile<f32, { [HB, P] }> = constant(1.0f32, shape![HB, P]);
-                a = divf(
-                    a,
-                    select(live, fa, ones),
-                    rounding::NearestEven,
-                    ftz::Disabled,
-                );
-                b = divf(
-                    b,
-                    select(live, fb, ones),
-                    rounding::NearestEven,
-                    ftz::Disabled,
-                );
+                a = divf(a, fa, rounding::NearestEven, ftz::Disabled);
+                b = divf(b, fb, rounding::NearestEven, ftz::Disabled);
             }
             let scale: Tile<f32, { [HB, 1] }> = vector_scales::<HB, P>(a, b);
             let a: Tile<i8, { [HB, P] }> = rounded::<HB, P>(a, scale);
             let b: Tile<i8, { [HB, P] }> = rounded::<HB, P>(b, scale);
-            let _stored: Token = store_ptr_tko(
-                addresses(bytes, to),
-                a,
-                ordering::Weak,
-                None::<scope::Device>,
-                Some(live),
-                Some(free),
-                Latency::<0>,
-            );
-            let _stored: Token = store_ptr_tko(
-                addresses(bytes, to + halves),
-                b,
-                ordering::Weak,
-                None::<scope::Device>,
-                Some(live),
-                Some(free),
-                Latency::<0>,
-            );
+            store_live::<i8, HB, P>(bytes, to, live, a, free);
+            store_live::<i8, HB, P>(bytes, to + halves, live, b, free);
             let first: Tile<i32, { [HB, P] }> = constant(0i32, shape![HB, P]);
-            let _stored: Token = store_ptr_tko(
-                addresses(pool_scales, out_vector),
+            store_live::<f32, HB, P>(
+                pool_scales,
+                out_vector,
+                there & eq_tile(lane, first),
                 scale.broadcast(shape![HB, P]),
-                ordering::Weak,
-                None::<scope::Device>,
-                Some(there & eq_tile(lane, first)),
-                Some(free),
-                Latency::<0>,
+                free,
             );
         } else {
-            let _stored: Token = store_ptr_tko(
-                addresses(out, to),
-                a,
-                ordering::Weak,
-                None::<scope::Device>,
-                Some(live),
-                Some(free),
-                Latency::<0>,
-            );
-            let _stored: Token = store_ptr_tko(
-                addresses(out, to + halves),
-                b,
-                ordering::Weak,
-                None::<scope::Device>,
-                Some(live),
-                Some(free),
-                Latency::<0>,
-            );
+            store_live::<E, HB, P>(out, to, live, a, free);
+            store_live::<E, HB, P>(out, to + halves, live, b, free);
         }
     }
 
@@ -289,7 +202,6 @@ pub mod rope {
         let row: i32 = pid.1;
         let position: i32 = scalar_at(given, positions, row);
         let slot: i32 = scalar_at(given, slots, row);
-        let free: Token = start_early();
         let width: i32 = (heads + 2 * kv_heads) * head_dim;
         let q_blocks: i32 = ceil_div(heads, HB);
         let kv_blocks: i32 = ceil_div(kv_heads, HB);
@@ -300,11 +212,10 @@ pub mod rope {
         let local: Tile<i32, { [HB, P] }> = row_numbers::<HB, P>();
         if pid.0 < q_blocks {
             let first: i32 = pid.0 * HB;
-            let scale: f32 = scale_at(free, query_scale, position, scaled);
+            let scale: f32 = scale_at(given, query_scale, position, scaled);
             let vector: Tile<i32, { [HB, P] }> =
                 local + broadcast_scalar(row * heads + first, shape![HB, P]);
             heads_of_part::<E, HB, P, 0>(
-                free,
                 queries,
                 key_bytes,
                 key_scales,
@@ -338,7 +249,6 @@ pub mod rope {
                 + broadcast_scalar(offset, shape![HB, P]);
             if is_value == 0 {
                 heads_of_part::<E, HB, P, INT8>(
-                    free,
                     keys,
                     key_bytes,
                     key_scales,
@@ -361,7 +271,6 @@ pub mod rope {
                 );
             } else {
                 heads_of_part::<E, HB, P, INT8>(
-                    free,
                     values,
                     value_bytes,
                     value_scales,
@@ -399,10 +308,10 @@ pub mod rope {
         head_dim: i32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
-        let free: Token = start_early();
-        let position: i32 = scalar_at(free, positions, pid.1);
+        let given: Token = new_token_unordered();
+        let position: i32 = scalar_at(given, positions, pid.1);
         let first: i32 = pid.0 * HB;
-        let scale: f32 = scale_at(free, query_scale, position, scaled);
+        let scale: f32 = scale_at(given, query_scale, position, scaled);
         let vector: Tile<i32, { [HB, P] }> =
             row_numbers::<HB, P>() + broadcast_scalar(pid.1 * heads + first, shape![HB, P]);
         let none: PointerTile<*mut f32, { [] }> = ptr_to_ptr(pointer_to_tile(x));
@@ -410,7 +319,6 @@ pub mod rope {
         let no_bytes: PointerTile<*mut i8, { [] }> = ptr_to_ptr(pointer_to_tile(x));
         let no_bytes: *mut i8 = tile_to_pointer(no_bytes);
         heads_of_part::<E, HB, P, 0>(
-            free,
             x,
             no_bytes,
             none,
@@ -448,8 +356,8 @@ pub mod rope {
         page_size: i32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
-        let free: Token = start_early();
-        let slot: i32 = scalar_at(free, slots, pid.1);
+        let given: Token = new_token_unordered();
+        let slot: i32 = scalar_at(given, slots, pid.1);
         let page: i32 = slot / page_size;
         let offset: i32 = slot % page_size;
         let first: i32 = pid.0 * HB;
@@ -460,7 +368,6 @@ pub mod rope {
         let none: PointerTile<*mut f32, { [] }> = ptr_to_ptr(pointer_to_tile(x));
         let none: *mut f32 = tile_to_pointer(none);
         heads_of_part::<E, HB, P, INT8>(
-            free,
             pool,
             bytes,
             scales,
