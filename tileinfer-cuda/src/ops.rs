@@ -298,8 +298,8 @@ pub fn linear_plan(shape: &LinearShape) -> LinearPlan {
         // A row is two rows of bytes.
         (_, true) => match rows {
             ..=8 if alone => {
-                let first = if columns <= 2048 { 1024 } else { 512 };
-                few_plan(shape, [64, 256, 8, 3], first, (4, 1))
+                let wide = if columns <= 2048 { 256 } else { 512 };
+                few_plan(shape, [64, wide, 8, 3], 1024, (4, 1))
             }
             ..=8 => few_plan(shape, [64, 256, 8, 4], 256, (4, 3)),
             9..=16 if alone => few_plan(shape, [64, 256, 16, 3], 1024, (4, 1)),
@@ -399,7 +399,14 @@ pub fn norm_variant(stream: Type, kind: Type, width: usize, planes: usize, int8:
         &[rows, tile, planes, int8.into()],
     );
     variant
-        .hints((tile / 512).clamp(4, 16), 1)
+        .hints(
+            if tile < 1024 {
+                4
+            } else {
+                (tile / 512).clamp(8, 16)
+            },
+            1,
+        )
         .aligned(width.is_multiple_of(8))
 }
 

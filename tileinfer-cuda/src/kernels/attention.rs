@@ -357,7 +357,6 @@ pub mod attention {
 
         // Blocks without keys make room at once: some other block of this kernel waits.
         if turns > 0 {
-            let free: Token = start_early();
             let member: Tile<i32, { [BQ, D] }> = row_numbers::<BQ, D>();
             let lane: Tile<i32, { [BQ, D] }> = column_numbers::<BQ, D>();
             let vector: Tile<i32, { [BQ, D] }> =
@@ -367,15 +366,6 @@ pub mod attention {
                     & lt_tile(lane, broadcast_scalar(head_dim, shape![BQ, D]));
             let offsets: Tile<i32, { [BQ, D] }> =
                 vector * broadcast_scalar(head_dim, shape![BQ, D]) + lane;
-            let mut q: Tile<E, { [BQ, D] }> =
-                load_queries::<E, BQ, D>(free, queries, offsets, live);
-            if INT8 == 1 {
-                let (factors, _token): (Tile<f32, { [1, D] }>, Token) =
-                    head_factors::<D>(factors, kv_head, head_dim, free);
-                q = convert_tile(unsmoothed::<E, BQ, D>(q, factors));
-            }
-            let q: Tile<E, { [D, BQ] }> = q.transpose();
-
             // What each query sees.
             let column: Tile<i32, { [64, BQ] }> = column_numbers::<64, BQ>();
             let position: Tile<i32, { [64, BQ] }> =
@@ -400,6 +390,17 @@ pub mod attention {
             let number_of: Tile<i32, { [BQ, 1] }> =
                 vector_numbers::<BQ, 1>(first_row, heads, kv_head, group);
             let first_slot: i32 = first_page * page_size / 256;
+
+            // All that can be known before the wait is.
+            let free: Token = start_early();
+            let mut q: Tile<E, { [BQ, D] }> =
+                load_queries::<E, BQ, D>(free, queries, offsets, live);
+            if INT8 == 1 {
+                let (factors, _token): (Tile<f32, { [1, D] }>, Token) =
+                    head_factors::<D>(factors, kv_head, head_dim, free);
+                q = convert_tile(unsmoothed::<E, BQ, D>(q, factors));
+            }
+            let q: Tile<E, { [D, BQ] }> = q.transpose();
             for j in 0i32..turns {
                 let block: i32 = turn + j * grid.0;
                 let first: i32 = max(block * 4, low / 64);
@@ -653,7 +654,6 @@ pub mod attention {
         let position: i32 = scalar_at(given, row_meta, meta);
         let end: i32 = scalar_at(given, row_meta, meta + 1);
         let first_page: i32 = scalar_at(given, row_meta, meta + 2);
-        let free: Token = start_early();
         let low: i32 = max(position + 1 - window, 0i32);
         let mut high: i32 = position + 1;
         if causal == 0 {
@@ -672,6 +672,8 @@ pub mod attention {
         let mut at: i32 = base + low / 256;
         let last: i32 = base + ceil_div(high, 256i32);
         let many: i32 = (last - at) / AHEAD;
+        // All that can be known before the wait is.
+        let free: Token = start_early();
         for i in 0i32..many {
             for j in 0i32..AHEAD {
                 let (m_next, l_next, o_next): (

@@ -348,7 +348,6 @@ pub mod attention_int8 {
 
         // Blocks without keys make room at once: some other block of this kernel waits.
         if turns > 0 {
-            let free: Token = start_early_after(asked);
             let member: Tile<i32, { [BQ, D] }> = row_numbers::<BQ, D>();
             let lane: Tile<i32, { [BQ, D] }> = column_numbers::<BQ, D>();
             let vector: Tile<i32, { [BQ, D] }> =
@@ -358,15 +357,6 @@ pub mod attention_int8 {
                     & lt_tile(lane, broadcast_scalar(head_bytes, shape![BQ, D]));
             let offsets: Tile<i32, { [BQ, D] }> =
                 vector * broadcast_scalar(head_bytes, shape![BQ, D]) + lane;
-            let q: Tile<E, { [BQ, D] }> = load_queries::<E, BQ, D>(free, queries, offsets, live);
-            let q: Tile<f32, { [BQ, D] }> = unsmoothed::<E, BQ, D>(q, factors);
-            let largest: Tile<f32, { [BQ, 1] }> = largest::<BQ, D>(q);
-            let q_scale: Tile<f32, { [BQ, 1] }> =
-                activation_scales::<BQ>(largest) * broadcast_scalar(scale, shape![BQ, 1]);
-            let q: Tile<i8, { [BQ2, D] }> = two_bytes::<BQ, BQ2, D>(q, largest);
-            let q: Tile<i8, { [D, BQ2] }> = q.transpose();
-            let q_scale: Tile<f32, { [1, BQ] }> = q_scale.reshape(shape![1, BQ]);
-
             // What each query sees.
             let column: Tile<i32, { [64, BQ] }> = column_numbers::<64, BQ>();
             let position: Tile<i32, { [64, BQ] }> =
@@ -388,6 +378,17 @@ pub mod attention_int8 {
             let number_of: Tile<i32, { [BQ, 1] }> =
                 vector_numbers::<BQ, 1>(first_row, heads, kv_head, group);
             let first_slot: i32 = first_page * page_size / 256;
+
+            // All that can be known before the wait is.
+            let free: Token = start_early_after(asked);
+            let q: Tile<E, { [BQ, D] }> = load_queries::<E, BQ, D>(free, queries, offsets, live);
+            let q: Tile<f32, { [BQ, D] }> = unsmoothed::<E, BQ, D>(q, factors);
+            let largest: Tile<f32, { [BQ, 1] }> = largest::<BQ, D>(q);
+            let q_scale: Tile<f32, { [BQ, 1] }> =
+                activation_scales::<BQ>(largest) * broadcast_scalar(scale, shape![BQ, 1]);
+            let q: Tile<i8, { [BQ2, D] }> = two_bytes::<BQ, BQ2, D>(q, largest);
+            let q: Tile<i8, { [D, BQ2] }> = q.transpose();
+            let q_scale: Tile<f32, { [1, BQ] }> = q_scale.reshape(shape![1, BQ]);
             for j in 0i32..turns {
                 let block: i32 = turn + j * grid.0;
                 let first: i32 = max(block * 4, low / 64);
