@@ -393,20 +393,16 @@ pub fn norm_variant(stream: Type, kind: Type, width: usize, planes: usize, int8:
         0 => 0,
         planes => planes.next_power_of_two() as i32,
     };
-    let variant = Variant::new(
-        &kernels::RMS_NORM,
-        &[stream, kind],
-        &[rows, tile, planes, int8.into()],
-    );
-    variant
-        .hints(
-            if tile < 1024 {
-                4
-            } else {
-                (tile / 512).clamp(8, 16)
-            },
-            1,
-        )
+    // No more than 16 numbers a thread, and all the shared memory there is: with more of one or less of the other the
+    // compiler lays out rows otherwise, and adds them up in another order, where there are more planes.
+    let warps = if tile < 1024 {
+        4
+    } else {
+        (tile / 512).clamp(8, 16)
+    };
+    let sizes = [rows, tile, planes, int8.into()];
+    Variant::new(&kernels::RMS_NORM, &[stream, kind], &sizes)
+        .hints(warps, 1)
         .aligned(width.is_multiple_of(8))
 }
 

@@ -9,6 +9,7 @@
 #[path = "gpu-check/sampling.rs"]
 mod sampling;
 
+use std::collections::BTreeSet;
 use std::panic::AssertUnwindSafe;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -542,7 +543,7 @@ impl Checker {
         let rows = 3;
         for width in [64, 256, 576, 1000, 1024, 2048, 4096, 5120, 8192] {
             let cut = [256, 512, 1024, 4096].map(|k| splits(Type::Bf16, width, k).0);
-            for planes in cut.into_iter().filter(|&planes| planes > 1) {
+            for planes in BTreeSet::from(cut).into_iter().filter(|&planes| planes > 1) {
                 // Whole numbers, so that no sum is rounded.
                 let mut numbers = |most: u64| -> Vec<i32> {
                     let count = planes * rows * width;
