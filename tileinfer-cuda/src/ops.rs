@@ -298,8 +298,13 @@ pub fn linear_plan(shape: &LinearShape) -> LinearPlan {
         // A row is two rows of bytes.
         (_, true) => match rows {
             ..=8 if alone => {
-                let wide = if columns <= 2048 { 256 } else { 512 };
-                few_plan(shape, [64, wide, 8, 3], 1024, (4, 1))
+                // Every split begins with a whole tile.
+                let (wide, first) = match columns {
+                    ..=2048 => (256, 1024),
+                    _ if columns.is_multiple_of(1024) => (512, 1024),
+                    _ => (256, 512),
+                };
+                few_plan(shape, [64, wide, 8, 3], first, (4, 1))
             }
             ..=8 => few_plan(shape, [64, 256, 8, 4], 256, (4, 3)),
             9..=16 if alone => few_plan(shape, [64, 256, 16, 3], 1024, (4, 1)),
@@ -1461,9 +1466,11 @@ mod tests {
     #[test]
     fn sums_of_splits_have_room() {
         for n in [
-            1, 40, 64, 576, 1000, 1024, 1100, 2048, 3000, 4096, 6000, 6144, 24576,
+            1, 40, 64, 576, 1000, 1024, 1100, 2048, 3000, 3584, 4096, 5120, 6000, 6144, 24576,
         ] {
-            for k in [1, 250, 520, 1030, 2048, 3072, 4096, 12288, 14336] {
+            for k in [
+                1, 250, 520, 1030, 2048, 3072, 4096, 12288, 14336, 17408, 18944, 21504,
+            ] {
                 for rows in 1..=600 {
                     for int8 in [false, true] {
                         let shape = LinearShape::new([Type::Bf16, Type::F32], [rows, n, k]);
