@@ -15,31 +15,7 @@ pub mod attention {
     use super::super::views::views::*;
     use cutile::core::*;
 
-    /// The query vectors of one kv head of a group of rows, query head by query head, row by row. Those past
-    /// the group's are zero.
-    ///
-    /// # Safety
-    /// As for the entry points below.
-    pub unsafe fn load_queries<E: ElementType, const BQ: i32, const D: i32>(
-        free: Token,
-        queries: *mut E,
-        offsets: Tile<i32, { [BQ, D] }>,
-        live: Tile<bool, { [BQ, D] }>,
-    ) -> Tile<E, { [BQ, D] }> {
-        let (q, _t): (Tile<E, { [BQ, D] }>, Token) = load_ptr_tko(
-            addresses(queries, offsets),
-            ordering::Weak,
-            None::<scope::Device>,
-            Some(live),
-            None,
-            Some(free),
-            Latency::<0>,
-        );
-        let nothing: Tile<E, { [BQ, D] }> = constant(E::ZERO, shape![BQ, D]);
-        select(live, q, nothing)
-    }
-
-    /// Of each query vector of a group, which of all `[rows, heads]` vectors it is.
+    /// Of each query vector of a group, row by row, which of all `[rows, heads]` vectors it is.
     pub fn vector_numbers<const BQ: i32, const C: i32>(
         first_row: i32,
         heads: i32,
@@ -393,8 +369,9 @@ pub mod attention {
 
             // All that can be known before the wait is.
             let free: Token = start_early();
-            let mut q: Tile<E, { [BQ, D] }> =
-                load_queries::<E, BQ, D>(free, queries, offsets, live);
+            let (q, _token): (Tile<E, { [BQ, D] }>, Token) =
+                load_live::<E, BQ, D>(queries, offsets, live, free);
+            let mut q: Tile<E, { [BQ, D] }> = q;
             if INT8 == 1 {
                 let (factors, _token): (Tile<f32, { [1, D] }>, Token) =
                     head_factors::<D>(factors, kv_head, head_dim, free);
@@ -807,7 +784,9 @@ pub mod attention {
                 & lt_tile(lane, broadcast_scalar(head_dim, shape![BQ, D]));
         let offsets: Tile<i32, { [BQ, D] }> =
             vector * broadcast_scalar(head_dim, shape![BQ, D]) + lane;
-        let mut q: Tile<E, { [BQ, D] }> = load_queries::<E, BQ, D>(free, queries, offsets, live);
+        let (q, _token): (Tile<E, { [BQ, D] }>, Token) =
+            load_live::<E, BQ, D>(queries, offsets, live, free);
+        let mut q: Tile<E, { [BQ, D] }> = q;
         if INT8 == 1 {
             let (factors, _token): (Tile<f32, { [1, D] }>, Token) =
                 head_factors::<D>(factors, kv_head, head_dim, free);

@@ -381,7 +381,8 @@ pub mod attention_int8 {
 
             // All that can be known before the wait is.
             let free: Token = start_early_after(asked);
-            let q: Tile<E, { [BQ, D] }> = load_queries::<E, BQ, D>(free, queries, offsets, live);
+            let (q, _token): (Tile<E, { [BQ, D] }>, Token) =
+                load_live::<E, BQ, D>(queries, offsets, live, free);
             let q: Tile<f32, { [BQ, D] }> = unsmoothed::<E, BQ, D>(q, factors);
             let largest: Tile<f32, { [BQ, 1] }> = largest::<BQ, D>(q);
             let q_scale: Tile<f32, { [BQ, 1] }> =
@@ -626,7 +627,8 @@ pub mod attention_int8 {
                 & lt_tile(lane, broadcast_scalar(head_bytes, shape![BQ, D]));
         let offsets: Tile<i32, { [BQ, D] }> =
             vector * broadcast_scalar(head_bytes, shape![BQ, D]) + lane;
-        let q: Tile<E, { [BQ, D] }> = load_queries::<E, BQ, D>(free, queries, offsets, live);
+        let (q, _token): (Tile<E, { [BQ, D] }>, Token) =
+            load_live::<E, BQ, D>(queries, offsets, live, free);
         let (factors, _token): (Tile<f32, { [1, D] }>, Token) =
             head_factors::<D>(factors, kv_head, head_bytes, free);
         let q: Tile<f32, { [BQ, D] }> = unsmoothed::<E, BQ, D>(q, factors);
