@@ -11,8 +11,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use tileinfer::backend::{
-    Activation, AttentionShape, Backend, ComputeType, Element, KvRows, Mask, QkNorms, RopeTable,
-    StepLayout,
+    Activation, AttentionShape, Backend, ComputeType, Element, HeadScratch, KvRows, Mask, QkNorms,
+    RopeTable, StepLayout,
 };
 use tileinfer::kv::{KvElement, KvLayout};
 use tileinfer::weights::Weight;
@@ -404,12 +404,9 @@ impl Bench {
                         .expect("shapes fit");
                 },
             );
-            let qkv = self.tensor(Element::Model, rows, q + 2 * kv);
+            let qkv = self.tensor(Element::F32, rows, q + 2 * kv);
             let mut queries = self.tensor(Element::Model, rows, q);
-            let mut scratch = KvRows {
-                keys: self.tensor(Element::Model, rows, kv),
-                values: self.tensor(Element::Model, rows, kv),
-            };
+            let mut scratch = HeadScratch::new(&self.backend, &shape, rows).expect("room for them");
             let mut pages = self
                 .backend
                 .alloc_pages(&layout, None, rows.div_ceil(64))
@@ -435,7 +432,7 @@ impl Bench {
                     )
                     .expect("shapes fit");
             });
-            let wide = self.tensor(Element::Model, rows, 2 * s.intermediate);
+            let wide = self.tensor(Element::F32, rows, 2 * s.intermediate);
             let mut narrow = self.tensor(Element::Model, rows, s.intermediate);
             self.line(
                 &format!("silu {rows}"),

@@ -5,8 +5,8 @@
 use std::sync::{Arc, Mutex};
 
 use tileinfer::backend::{
-    Activation, AttentionShape, Backend, ComputeType, Element, KvRows, QkNorms, RopeTable,
-    StepLayout,
+    Activation, AttentionShape, Backend, ComputeType, Element, HeadScratch, KvRows, QkNorms,
+    RopeTable, StepLayout,
 };
 use tileinfer::kv::KvLayout;
 use tileinfer::sampling::{RowSampler, Sampled, sample_rows};
@@ -599,7 +599,7 @@ impl Backend for CpuBackend {
         &self,
         queries: &mut CpuTensor,
         pages: &mut Pages,
-        _scratch: &mut KvRows<CpuTensor>,
+        _scratch: &mut HeadScratch<CpuTensor>,
         qkv: &CpuTensor,
         norms: QkNorms<'_, Self>,
         rope: Option<&RopeTable>,
@@ -624,9 +624,10 @@ impl Backend for CpuBackend {
         }
         let rounding = self.rounding(Element::Model);
         let stores = Stores::new(self.level, pages, step)?;
+        let kept = stores.rounding();
         let out = SharedMut::new(&mut queries.values);
         for_rows(&self.pool, rows, qkv.width, |range| {
-            let mut keys = vec![0.0; kv_width];
+            let (mut keys, mut values) = (vec![0.0; kv_width], vec![0.0; kv_width]);
             for row in range {
                 let position = step.layout.positions[row] as usize;
                 let (q, kv) = qkv.row(row).split_at(q_width);
@@ -651,10 +652,12 @@ impl Backend for CpuBackend {
                     head_dim,
                     norm,
                     rope: turn,
-                    rounding,
+                    rounding: kept,
                 });
+                values.copy_from_slice(v);
+                self.level.dispatch(Round(&mut values, kept));
                 // SAFETY: each row is in one range.
-                unsafe { stores.row(row, &keys, v) };
+                unsafe { stores.row(row, &keys, &values) };
             }
         });
         Ok(())
@@ -708,6 +711,14 @@ impl<'a> Stores<'a> {
             factors: &pages.factors,
             slots,
         })
+    }
+
+    /// How what is written has to be rounded before; integers are made on the way.
+    fn rounding(&self) -> Rounding {
+        match self.geometry.kind {
+            Kept::Bf16 => Rounding::Bf16,
+            Kept::F32 | Kept::Int8 => Rounding::None,
+        }
     }
 
     /// Writes a row to its slot.

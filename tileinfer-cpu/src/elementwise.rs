@@ -137,6 +137,7 @@ pub(crate) struct Heads<'a> {
     pub(crate) norm: Option<(&'a [f32], f32)>,
     /// The table, the position, and whether the rows are queries.
     pub(crate) rope: Option<(&'a RopeTable, usize, bool)>,
+    /// What is left is rounded so.
     pub(crate) rounding: Rounding,
 }
 
@@ -159,25 +160,19 @@ impl Kernel for Heads<'_> {
                         isa.mul(part.load(isa, &head[at..]), scale),
                         part.load(isa, &weight[at..]),
                     );
-                    part.store(isa, &mut head[at..], rounding.apply(isa, y));
+                    part.store(isa, &mut head[at..], y);
                 }
             }
             if let Some((table, position, queries)) = rope {
-                rotate(isa, head, table, position, queries, rounding);
+                rotate(isa, head, table, position, queries);
             }
         }
+        Round(x, rounding).run(isa);
     }
 }
 
 #[inline(always)]
-fn rotate<I: Isa>(
-    isa: I,
-    head: &mut [f32],
-    table: &RopeTable,
-    position: usize,
-    queries: bool,
-    rounding: Rounding,
-) {
+fn rotate<I: Isa>(isa: I, head: &mut [f32], table: &RopeTable, position: usize, queries: bool) {
     let pairs = table.pairs;
     let (cos, sin) = (
         &table.cos[position * pairs..][..pairs],
@@ -192,11 +187,11 @@ fn rotate<I: Isa>(
     for (at, part) in parts(isa, pairs) {
         let (a, b) = (part.load(isa, &first[at..]), part.load(isa, &second[at..]));
         let (cos, sin) = (part.load(isa, &cos[at..]), part.load(isa, &sin[at..]));
-        let mut x = rounding.apply(isa, isa.sub(isa.mul(a, cos), isa.mul(b, sin)));
-        let mut y = rounding.apply(isa, isa.mul_add(b, cos, isa.mul(a, sin)));
+        let mut x = isa.sub(isa.mul(a, cos), isa.mul(b, sin));
+        let mut y = isa.mul_add(b, cos, isa.mul(a, sin));
         if let Some(scale) = scale {
-            x = rounding.apply(isa, isa.mul(x, scale));
-            y = rounding.apply(isa, isa.mul(y, scale));
+            x = isa.mul(x, scale);
+            y = isa.mul(y, scale);
         }
         part.store(isa, &mut first[at..], x);
         part.store(isa, &mut second[at..], y);

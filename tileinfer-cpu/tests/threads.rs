@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use tileinfer::backend::{
-    Activation, AttentionShape, Backend, ComputeType, Element, KvRows, Mask, QkNorms, RopeTable,
-    StepLayout,
+    Activation, AttentionShape, Backend, ComputeType, Element, HeadScratch, KvRows, Mask, QkNorms,
+    RopeTable, StepLayout,
 };
 use tileinfer::kv::{KvElement, KvLayout};
 use tileinfer::testing::{Numbers, weight};
@@ -86,15 +86,18 @@ fn layer(backend: &CpuBackend, kind: ComputeType, spans: &[(usize, usize)]) -> V
 
     let mut x = tensor(Element::F32, rows, HIDDEN);
     let mut normed = tensor(Element::Model, rows, HIDDEN);
-    let mut qkv = tensor(Element::Model, rows, (HEADS + 2 * KV_HEADS) * HEAD_DIM);
+    let mut qkv = tensor(Element::F32, rows, (HEADS + 2 * KV_HEADS) * HEAD_DIM);
     let mut queries = tensor(Element::Model, rows, HEADS * HEAD_DIM);
     let mut attended = tensor(Element::Model, rows, HEADS * HEAD_DIM);
     let mut delta = tensor(Element::F32, rows, HIDDEN);
-    let mut wide = tensor(Element::Model, rows, 2 * 300);
+    let mut wide = tensor(Element::F32, rows, 2 * 300);
     let mut narrow = tensor(Element::Model, rows, 300);
-    let mut scratch = KvRows {
-        keys: tensor(Element::Model, rows, kv_width),
-        values: tensor(Element::Model, rows, kv_width),
+    let mut scratch = HeadScratch {
+        queries: tensor(Element::F32, rows, HEADS * HEAD_DIM),
+        kv: KvRows {
+            keys: tensor(Element::F32, rows, kv_width),
+            values: tensor(Element::F32, rows, kv_width),
+        },
     };
 
     let norm = backend
@@ -260,10 +263,7 @@ fn a_prompt_in_one_piece_and_in_pieces() {
                 backend
                     .upload(&mut qkv, 0, &values[first * width..(first + piece) * width])
                     .unwrap();
-                let mut scratch = KvRows {
-                    keys: tensor(1),
-                    values: tensor(1),
-                };
+                let mut scratch = HeadScratch::new(&backend, &shape, piece).unwrap();
                 let (mut queries, mut attended) =
                     (tensor(HEADS * HEAD_DIM), tensor(HEADS * HEAD_DIM));
                 let norms = QkNorms {

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use half::bf16;
 use tileinfer::backend::{
-    Activation, AttentionShape, Backend, ComputeType, Element, KEY_BLOCK, KvRows, Mask, QkNorms,
-    RopeTable, StepLayout,
+    Activation, AttentionShape, Backend, ComputeType, Element, HeadScratch, KEY_BLOCK, KvRows,
+    Mask, QkNorms, RopeTable, StepLayout,
 };
 use tileinfer::kv::{KvElement, KvLayout};
 use tileinfer::sampling::{Distribution, Draw, RowSampler, Sampled};
@@ -20,7 +20,7 @@ use crate::driver::{Address, Device, Event, Memory, Pinned, Recording};
 use crate::kernels::Type;
 use crate::ops::{
     self, AttentionPlan, Groups, HeadGroup, HeadInputs, LinearShape, Ops, Pools, Rows, StepArrays,
-    Then,
+    Sums, Then,
 };
 use crate::passes::Spans;
 use crate::sampling::{self, SamplePlan};
@@ -374,6 +374,41 @@ impl CudaBackend {
         let operand = if int8 { self.bytes(x)? } else { x.at().into() };
         let shape = LinearShape::new([self.kind, out], shape).int8(int8);
         Ok((shape, operand))
+    }
+
+    /// Norms and rotates the heads of a projection, writes queries to `queries` and the rest to its slots.
+    fn heads(
+        &self,
+        queries: &mut CudaTensor,
+        pages: &mut CudaPages,
+        qkv: Sums,
+        norms: &QkNorms<'_, Self>,
+        rope: Option<&CudaRope>,
+        step: &CudaStep,
+        shape: &AttentionShape,
+    ) -> Result<()> {
+        let AttentionShape {
+            heads,
+            kv_heads,
+            head_dim,
+            ..
+        } = *shape;
+        queries.like(step.rows, heads * head_dim)?;
+        self.expect(queries, "queries")?;
+        let mut inputs = rope.map_or(HeadInputs::default(), |rope| rope.inputs(true));
+        inputs.query_norm = norms.query.map_or(0, CudaTensor::at);
+        inputs.key_norm = norms.key.map_or(0, CudaTensor::at);
+        inputs.eps = norms.eps;
+        let shape = [heads, kv_heads, head_dim, pages.layout.page_size];
+        self.ops.split_norm_rope_store(
+            queries.at(),
+            &pages.pools(),
+            qkv,
+            &inputs,
+            &step.step_arrays(),
+            self.kind,
+            shape,
+        )
     }
 
     /// A tensor's rows as int8 weights take them, made now unless they are there.
@@ -1526,7 +1561,7 @@ impl Backend for CudaBackend {
         &self,
         queries: &mut CudaTensor,
         pages: &mut CudaPages,
-        _scratch: &mut KvRows<CudaTensor>,
+        _scratch: &mut HeadScratch<CudaTensor>,
         qkv: &CudaTensor,
         norms: QkNorms<'_, Self>,
         rope: Option<&CudaRope>,
@@ -1539,29 +1574,44 @@ impl Backend for CudaBackend {
             head_dim,
             ..
         } = *shape;
-        queries.like(step.rows, heads * head_dim)?;
         qkv.like(step.rows, (heads + 2 * kv_heads) * head_dim)?;
-        self.expect(qkv, "a projection")?;
-        let mut inputs = rope.map_or(HeadInputs::default(), |rope| rope.inputs(true));
-        inputs.query_norm = norms.query.map_or(0, CudaTensor::at);
-        inputs.key_norm = norms.key.map_or(0, CudaTensor::at);
-        inputs.eps = norms.eps;
-        let shape = [heads, kv_heads, head_dim, pages.layout.page_size];
-        self.ops.split_norm_rope_store(
-            queries.at(),
-            &pages.pools(),
-            qkv.at(),
-            &inputs,
-            &step.step_arrays(),
-            self.kind,
-            shape,
-        )
+        if qkv.kind != Type::F32 {
+            return Err(Error::Bug(format!("a projection is {:?}", qkv.kind)));
+        }
+        self.heads(queries, pages, qkv.at().into(), &norms, rope, step, shape)
+    }
+
+    fn linear_qk_norm_rope_store(
+        &self,
+        queries: &mut CudaTensor,
+        pages: &mut CudaPages,
+        scratch: &mut HeadScratch<CudaTensor>,
+        qkv: &mut CudaTensor,
+        (weight, bias): (&CudaWeight, Option<&CudaTensor>),
+        x: &CudaTensor,
+        norms: QkNorms<'_, Self>,
+        rope: Option<&CudaRope>,
+        step: &CudaStep,
+        shape: &AttentionShape,
+    ) -> Result<()> {
+        let (linear, operand) = self.linear_of(qkv.kind, weight, x)?;
+        // Splits of integers have their scales to be multiplied by: their sums are made where they are.
+        if !linear.int8 && qkv.kind == Type::F32 {
+            let bias = bias.map(CudaTensor::at);
+            let apart = self.ops.linear_apart(operand, weight.at(), bias, &linear)?;
+            if let Some(apart) = apart {
+                qkv.like(x.rows, weight.rows)?;
+                return self.heads(queries, pages, apart, &norms, rope, step, shape);
+            }
+        }
+        self.linear(qkv, weight, bias, x)?;
+        self.qk_norm_rope_store(queries, pages, scratch, qkv, norms, rope, step, shape)
     }
 
     fn linear_activation(
         &self,
         out: &mut CudaTensor,
-        wide: &mut CudaTensor,
+        _wide: &mut CudaTensor,
         weight: &CudaWeight,
         bias: Option<&CudaTensor>,
         x: &CudaTensor,
@@ -1573,11 +1623,7 @@ impl Backend for CudaBackend {
                 Then::Xielu([xielu.alpha_p, xielu.alpha_n, xielu.beta, xielu.eps])
             }
         };
-        if then.fuses(x.rows) {
-            return self.linear_then(out, weight, bias, x, then);
-        }
-        self.linear(wide, weight, bias, x)?;
-        self.activation(out, wide, activation)
+        self.linear_then(out, weight, bias, x, then)
     }
 
     fn supports_graphs(&self) -> bool {

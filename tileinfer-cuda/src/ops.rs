@@ -85,12 +85,6 @@ impl Then {
         }
     }
 
-    /// Whether `rows` rows do it in the product's kernel: gates and what they are for meet in one thread only
-    /// where there are few rows or many. (H200, 64 rows: a step takes as long either way.)
-    pub fn fuses(self, rows: usize) -> bool {
-        self != Then::GatedSilu || !(17..=64).contains(&rows)
-    }
-
     /// `ACT`, `HALVES` and `WIDTH` of a tile of so many weight rows.
     fn sizes(self, rows: i32) -> [i32; 3] {
         match self {
@@ -101,10 +95,10 @@ impl Then {
     }
 }
 
-/// What is added to a residual stream: a layer's output, or its splits still apart and its bias.
+/// A layer's output, or its splits still apart and its bias.
 #[derive(Debug, Clone, Copy)]
-pub struct Delta {
-    /// One plane `[rows, width]` a split.
+pub struct Sums {
+    /// One f32 plane `[rows, width]` a split.
     pub values: Address,
     /// Splits.
     pub splits: usize,
@@ -115,9 +109,9 @@ pub struct Delta {
     pub bias: Option<Address>,
 }
 
-impl From<Address> for Delta {
+impl From<Address> for Sums {
     fn from(values: Address) -> Self {
-        Delta {
+        Sums {
             values,
             splits: 1,
             scales: None,
@@ -389,7 +383,7 @@ pub fn rounding_variant(kind: Type, [rows, width]: [usize; 2]) -> Variant {
     .aligned(width.is_multiple_of(8))
 }
 
-/// The norm kernel from rows of type `stream` and of `width` to rows of `kind`; `planes` of a [`Delta`] that it adds
+/// The norm kernel from rows of type `stream` and of `width` to rows of `kind`; `planes` of [`Sums`] that it adds
 /// first, `int8` if they are those of an int8 weight.
 pub fn norm_variant(stream: Type, kind: Type, width: usize, planes: usize, int8: bool) -> Variant {
     let tile = width.next_power_of_two().clamp(64, WIDEST_NORM) as i32;
@@ -428,11 +422,15 @@ pub fn head_variant(
     kind: Type,
     head_dim: usize,
     int8: bool,
+    planes: usize,
 ) -> Variant {
     let half = (head_dim / 2).next_power_of_two().max(8);
     let mut sizes = vec![HEADS as i32, half as i32];
     if !std::ptr::eq(kernel, &kernels::ROTATE) {
         sizes.push(i32::from(int8));
+    }
+    if std::ptr::eq(kernel, &kernels::SPLIT_NORM_ROPE_STORE) {
+        sizes.push(planes.next_power_of_two() as i32);
     }
     Variant::new(kernel, &[kind], &sizes).aligned(head_dim.is_multiple_of(16))
 }
@@ -793,13 +791,13 @@ impl Ops {
         w: Rows,
         bias: Option<Address>,
         shape: &LinearShape,
-    ) -> Result<Option<Delta>> {
+    ) -> Result<Option<Sums>> {
         let Some(plan) = apart_plan(shape) else {
             return Ok(None);
         };
         let values = self.partials.address();
         self.linear_by(&plan, values, x, w, None, shape)?;
-        Ok(Some(Delta {
+        Ok(Some(Sums {
             values,
             splits: plan.grid[2],
             scales: shape.int8.then_some([x.scales, w.scales]),
@@ -828,14 +826,14 @@ impl Ops {
         &self,
         out: Address,
         x: Address,
-        delta: Option<Delta>,
+        delta: Option<Sums>,
         weight: Address,
         [stream, kind]: [Type; 2],
         [rows, width]: [usize; 2],
         eps: f32,
     ) -> Result<()> {
         let planes = delta.map_or(0, |delta| delta.splits);
-        let delta = delta.unwrap_or(Delta::from(0));
+        let delta = delta.unwrap_or(Sums::from(0));
         let variant = norm_variant(stream, kind, width, planes, delta.scales.is_some());
         let (floats, integers) = match delta.scales {
             None => (delta.values, 0),
@@ -966,7 +964,7 @@ impl Ops {
         &self,
         queries: Address,
         pools: &Pools,
-        qkv: Address,
+        qkv: Sums,
         inputs: &HeadInputs,
         step: &StepArrays,
         kind: Type,
@@ -978,7 +976,10 @@ impl Ops {
             + flag(inputs.cos, 4)
             + flag(inputs.query_scale, 8);
         let rest = [
-            qkv.into(),
+            qkv.values.into(),
+            qkv.splits.into(),
+            qkv.bias.unwrap_or(0).into(),
+            i32::from(qkv.bias.is_some()).into(),
             inputs.query_norm.into(),
             inputs.key_norm.into(),
             inputs.cos.into(),
@@ -1000,6 +1001,7 @@ impl Ops {
             kind,
             head_dim,
             pools.int8(),
+            qkv.splits,
         );
         self.launch(&variant, [blocks, step.rows, 1], &arguments)
     }
@@ -1023,7 +1025,7 @@ impl Ops {
             heads.into(),
             head_dim.into(),
         ];
-        let variant = head_variant(&kernels::ROTATE, kind, head_dim, false);
+        let variant = head_variant(&kernels::ROTATE, kind, head_dim, false, 1);
         self.launch(&variant, [heads.div_ceil(HEADS), step.rows, 1], &arguments)
     }
 
@@ -1050,7 +1052,7 @@ impl Ops {
             head_dim.into(),
             page_size.into(),
         ];
-        let variant = head_variant(&kernels::STORE, kind, head_dim, pool.scales != 0);
+        let variant = head_variant(&kernels::STORE, kind, head_dim, pool.scales != 0, 1);
         self.launch(
             &variant,
             [kv_heads.div_ceil(HEADS), step.rows, 1],
@@ -1265,13 +1267,14 @@ pub fn catalog() -> Vec<Variant> {
         }
         for head_dim in [14, 16, 30, 32, 64, 128, 256] {
             for int8 in [false, true] {
-                for kernel in [
-                    &kernels::SPLIT_NORM_ROPE_STORE,
-                    &kernels::ROTATE,
-                    &kernels::STORE,
-                ] {
-                    all.push(head_variant(kernel, kind, head_dim, int8));
+                for kernel in [&kernels::ROTATE, &kernels::STORE] {
+                    all.push(head_variant(kernel, kind, head_dim, int8, 1));
                 }
+                let kernel = &kernels::SPLIT_NORM_ROPE_STORE;
+                let planes = [1, 2, 4, 8]
+                    .into_iter()
+                    .filter(|&planes| planes == 1 || kind == Type::Bf16);
+                all.extend(planes.map(|planes| head_variant(kernel, kind, head_dim, int8, planes)));
             }
         }
         for head_dim in [16, 32, 64, 128, 256] {
@@ -1580,7 +1583,7 @@ mod tests {
                 let (q, kv) = (heads * head_dim, kv_heads * head_dim);
                 for rows in [1, 8, 16, 17, 32, 64, 100, 129, 200, 300, 512, 700, 4096] {
                     for (out, n, k, then) in [
-                        (kind, q + 2 * kv, hidden, Then::Nothing),
+                        (Type::F32, q + 2 * kv, hidden, Then::Nothing),
                         (kind, 2 * wide, hidden, Then::GatedSilu),
                         (kind, wide, hidden, Then::Xielu([0.0; 4])),
                         (Type::F32, hidden, q, Then::Nothing),
@@ -1613,7 +1616,9 @@ mod tests {
                 has(stretch_variant(&kernels::XIELU, &[kind], wide));
                 for int8 in [false, true] {
                     let kernel = &kernels::SPLIT_NORM_ROPE_STORE;
-                    has(head_variant(kernel, kind, head_dim, int8));
+                    for planes in [1, splits(kind, q + 2 * kv, hidden).0] {
+                        has(head_variant(kernel, kind, head_dim, int8, planes));
+                    }
                 }
                 for int8 in [false, true] {
                     let group = HeadGroup {

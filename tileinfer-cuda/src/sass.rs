@@ -101,7 +101,7 @@ pub fn resources(usage: &str) -> Option<Resources> {
 pub fn hot() -> Vec<Variant> {
     let mut all = Vec::new();
     let linears = [
-        ([6144, 4096], Type::Bf16, Then::Nothing),
+        ([6144, 4096], Type::F32, Then::Nothing),
         ([4096, 4096], Type::F32, Then::Nothing),
         ([24_576, 4096], Type::Bf16, Then::GatedSilu),
         ([4096, 12_288], Type::F32, Then::Nothing),
@@ -109,11 +109,6 @@ pub fn hot() -> Vec<Variant> {
     ];
     for ([n, k], out, then) in linears {
         for rows in [1, 8, 16, 32, 64, 128, 192, 256, 512, 4096] {
-            let then = if then.fuses(rows) {
-                then
-            } else {
-                Then::Nothing
-            };
             let shape = LinearShape::new([Type::Bf16, out], [rows, n, k]).then(then);
             all.extend([shape, shape.int8(true)].map(|shape| ops::linear_plan(&shape).variant));
             if out == Type::F32 {

@@ -40,9 +40,10 @@ impl MemoryPlan {
             config.num_heads * config.head_dim,
             config.num_kv_heads * config.head_dim,
         );
-        let row = 2 * config.hidden_size + 3 * q + 4 * k + 3 * config.intermediate_size;
-        // The stream and what is added to it are f32 everywhere.
-        let row_bytes = row * activation_bytes + 2 * config.hidden_size * size_of::<f32>();
+        let row = 2 * config.hidden_size + 2 * q + config.intermediate_size;
+        // The stream, what is added to it, and projections with what is made of them on the way.
+        let f32s = 2 * config.hidden_size + 2 * q + 4 * k + 2 * config.intermediate_size;
+        let row_bytes = row * activation_bytes + f32s * size_of::<f32>();
         let logits = 4 * config.output_vocab_size * max_spans.max(16).min(max_rows.max(1));
         MemoryPlan {
             weights_bytes,

@@ -343,7 +343,7 @@ fn bench_says_what_each_op_takes() {
     assert!(
         text.out
             .lines()
-            .any(|line| line.starts_with("qk_norm_rope_store"))
+            .any(|line| line.starts_with("linear_qk_norm_rope_store"))
     );
 }
 

@@ -24,8 +24,8 @@ use tileinfer_cuda::CudaBackend;
 use tileinfer_cuda::driver::{Address, Memory};
 use tileinfer_cuda::kernels::Type;
 use tileinfer_cuda::ops::{
-    AttentionPlan, Delta, Groups, HeadGroup, HeadInputs, LinearShape, Ops, PAGE, Pools, Rows,
-    StepArrays, Then, attention_tiles, splits, sweep_plans, sweep_shapes, sweep_tiles,
+    AttentionPlan, Groups, HeadGroup, HeadInputs, LinearShape, Ops, PAGE, Pools, Rows, StepArrays,
+    Sums, Then, attention_tiles, splits, sweep_plans, sweep_shapes, sweep_tiles,
 };
 use tileinfer_cuda::store::KernelOptions;
 
@@ -580,7 +580,7 @@ impl Checker {
                     let x = self.array(Type::F32, &start)?;
                     let values = self.array(Type::F32, values)?;
                     let out = self.poisoned(Type::Bf16, rows * width)?;
-                    let delta = Delta {
+                    let delta = Sums {
                         values: values.at(),
                         splits,
                         scales,
@@ -736,7 +736,7 @@ impl Checker {
             ] {
                 let (rows, pages) = (5, 3);
                 let width = (heads + 2 * kv_heads) * head_dim;
-                let qkv = self.values(kind, rows * width, 1.0);
+                let qkv = self.values(Type::F32, rows * width, 1.0);
                 let qw = self.values(kind, head_dim, 1.0);
                 let kw = self.values(kind, head_dim, 1.0);
                 let half = head_dim / 2;
@@ -762,8 +762,7 @@ impl Checker {
                                 let factor = 1.0 / (squares / head_dim as f64 + 1e-6).sqrt();
                                 let w = if is_query { &qw } else { &kw };
                                 for (v, &w) in vector.iter_mut().zip(w) {
-                                    *v =
-                                        round(kind, (f64::from(*v) * factor * f64::from(w)) as f32);
+                                    *v = (f64::from(*v) * factor * f64::from(w)) as f32;
                                 }
                             }
                             for j in 0..half {
@@ -771,11 +770,11 @@ impl Checker {
                                 let at = position * half + j;
                                 let (c, s) = (f64::from(cos[at]), f64::from(sin[at]));
                                 let by = if is_query { scale[position] } else { 1.0 };
-                                vector[j] = round(kind, round(kind, (a * c - b * s) as f32) * by);
-                                vector[j + half] =
-                                    round(kind, round(kind, (b * c + a * s) as f32) * by);
+                                vector[j] = (a * c - b * s) as f32 * by;
+                                vector[j + half] = (b * c + a * s) as f32 * by;
                             }
                         }
+                        vector.iter_mut().for_each(|x| *x = round(kind, *x));
                         if is_query {
                             queries.extend(vector);
                         } else {
@@ -790,7 +789,7 @@ impl Checker {
                         }
                     }
                 }
-                let device_qkv = self.array(kind, &qkv)?;
+                let device_qkv = self.array(Type::F32, &qkv)?;
                 let (qw, kw) = (self.array(kind, &qw)?, self.array(kind, &kw)?);
                 let (cos, sin, scale) = (
                     self.array(Type::F32, &cos)?,
@@ -813,7 +812,7 @@ impl Checker {
                 self.ops.split_norm_rope_store(
                     q.at(),
                     &pools(k.at(), v.at()),
-                    device_qkv.at(),
+                    device_qkv.at().into(),
                     &inputs,
                     &step,
                     kind,
@@ -828,72 +827,122 @@ impl Checker {
                 self.close(&format!("{what}: keys"), &gk, &wide(&keys), bound);
                 self.same(&format!("{what}: values"), &gv, &values);
 
-                // The plain form: columns, norm, rotation, store.
-                let size = kind.bytes();
-                let (qn, kn) = (heads * head_dim, kv_heads * head_dim);
-                let q2 = self.poisoned(kind, rows * qn)?;
-                let k2 = self.poisoned(kind, rows * kn)?;
-                let device = self.ops.device();
-                device.queue_copy_rows(
-                    q2.at(),
-                    (qn * size).max(1),
-                    device_qkv.at(),
-                    width * size,
-                    qn * size,
-                    rows,
-                )?;
-                let from = device_qkv.at() + (qn * size) as Address;
-                device.queue_copy_rows(k2.at(), kn * size, from, width * size, kn * size, rows)?;
-                if normed {
-                    self.ops.rms_norm(
-                        q2.at(),
-                        q2.at(),
-                        None,
-                        qw.at(),
-                        [kind; 2],
-                        [rows * heads, head_dim],
-                        1e-6,
-                    )?;
-                    self.ops.rms_norm(
-                        k2.at(),
-                        k2.at(),
-                        None,
-                        kw.at(),
-                        [kind; 2],
-                        [rows * kv_heads, head_dim],
-                        1e-6,
-                    )?;
+                // Splits that were left apart, and a bias: as their sum.
+                for planes in [2, 3, 8] {
+                    if kind == Type::F32 {
+                        break;
+                    }
+                    let apart = self.values(Type::F32, planes * rows * width, 1.0);
+                    let bias = self.values(kind, width, 1.0);
+                    let mut sum = vec![0.0f32; rows * width];
+                    for plane in apart.chunks(rows * width) {
+                        sum.iter_mut().zip(plane).for_each(|(a, b)| *a += b);
+                    }
+                    for row in sum.chunks_mut(width) {
+                        row.iter_mut().zip(&bias).for_each(|(a, b)| *a += b);
+                    }
+                    let [sum, apart] = [sum, apart].map(|x| self.array(Type::F32, &x));
+                    let (sum, apart, bias) = (sum?, apart?, self.array(kind, &bias)?);
+                    let apart = Sums {
+                        splits: planes,
+                        bias: Some(bias.at()),
+                        ..Sums::from(apart.at())
+                    };
+                    let mut found = Vec::new();
+                    for qkv in [apart, sum.at().into()] {
+                        let q = self.poisoned(kind, rows * heads * head_dim)?;
+                        let (k, v) = (self.array(kind, &keys)?, self.array(kind, &keys)?);
+                        let pools = pools(k.at(), v.at());
+                        let shape = [heads, kv_heads, head_dim, PAGE];
+                        self.ops.split_norm_rope_store(
+                            q.at(),
+                            &pools,
+                            qkv,
+                            &inputs,
+                            &step,
+                            kind,
+                            shape,
+                        )?;
+                        found.push([self.read(&q)?, self.read(&k)?, self.read(&v)?].concat());
+                    }
+                    self.same(&format!("{what}: {planes} planes"), &found[0], &found[1]);
                 }
-                self.ops
-                    .rotate(q2.at(), &inputs, &step, kind, [heads, head_dim])?;
-                let keys_only = HeadInputs {
-                    query_scale: 0,
-                    ..inputs
-                };
-                self.ops
-                    .rotate(k2.at(), &keys_only, &step, kind, [kv_heads, head_dim])?;
-                let k3 = self.array(kind, &vec![0.0; pool])?;
-                self.ops.store(
-                    k3.at().into(),
-                    None,
-                    k2.at(),
-                    &step,
-                    kind,
-                    [kv_heads, head_dim, PAGE],
-                )?;
-                let (gq, gk) = (self.read(&q2)?, self.read(&k3)?);
-                self.close(
-                    &format!("{what}: queries, plain form"),
-                    &gq,
-                    &wide(&queries),
-                    bound,
-                );
-                self.close(
-                    &format!("{what}: keys, plain form"),
-                    &gk,
-                    &wide(&keys),
-                    bound,
-                );
+
+                // The plain form: columns, norm, rotation, store. (In bf16 it rounds in between.)
+                if kind == Type::F32 {
+                    let size = kind.bytes();
+                    let (qn, kn) = (heads * head_dim, kv_heads * head_dim);
+                    let q2 = self.poisoned(kind, rows * qn)?;
+                    let k2 = self.poisoned(kind, rows * kn)?;
+                    let device = self.ops.device();
+                    device.queue_copy_rows(
+                        q2.at(),
+                        (qn * size).max(1),
+                        device_qkv.at(),
+                        width * size,
+                        qn * size,
+                        rows,
+                    )?;
+                    let from = device_qkv.at() + (qn * size) as Address;
+                    device.queue_copy_rows(
+                        k2.at(),
+                        kn * size,
+                        from,
+                        width * size,
+                        kn * size,
+                        rows,
+                    )?;
+                    if normed {
+                        self.ops.rms_norm(
+                            q2.at(),
+                            q2.at(),
+                            None,
+                            qw.at(),
+                            [kind; 2],
+                            [rows * heads, head_dim],
+                            1e-6,
+                        )?;
+                        self.ops.rms_norm(
+                            k2.at(),
+                            k2.at(),
+                            None,
+                            kw.at(),
+                            [kind; 2],
+                            [rows * kv_heads, head_dim],
+                            1e-6,
+                        )?;
+                    }
+                    self.ops
+                        .rotate(q2.at(), &inputs, &step, kind, [heads, head_dim])?;
+                    let keys_only = HeadInputs {
+                        query_scale: 0,
+                        ..inputs
+                    };
+                    self.ops
+                        .rotate(k2.at(), &keys_only, &step, kind, [kv_heads, head_dim])?;
+                    let k3 = self.array(kind, &vec![0.0; pool])?;
+                    self.ops.store(
+                        k3.at().into(),
+                        None,
+                        k2.at(),
+                        &step,
+                        kind,
+                        [kv_heads, head_dim, PAGE],
+                    )?;
+                    let (gq, gk) = (self.read(&q2)?, self.read(&k3)?);
+                    self.close(
+                        &format!("{what}: queries, plain form"),
+                        &gq,
+                        &wide(&queries),
+                        bound,
+                    );
+                    self.close(
+                        &format!("{what}: keys, plain form"),
+                        &gk,
+                        &wide(&keys),
+                        bound,
+                    );
+                }
             }
         }
         Ok(())

@@ -113,7 +113,7 @@ kernels! {
     COPY_COLUMNS = rows::copy_columns(out x columns out_width x_width; );
     ADD = rows::add(x delta count; );
     TAKE_TOKENS = rows::take_tokens(; );
-    SPLIT_NORM_ROPE_STORE = rope::split_norm_rope_store(queries keys values key_bytes value_bytes qkv head_dim; key_scales value_scales factors);
+    SPLIT_NORM_ROPE_STORE = rope::split_norm_rope_store(queries keys values key_bytes value_bytes qkv bias head_dim; key_scales value_scales factors);
     ROTATE = rope::rotate(x head_dim; );
     STORE = rope::store(pool bytes x head_dim; scales factors);
     ATTEND_SPLIT = attention::attend_split(queries head_dim; outputs keys values key_bytes value_bytes key_scales value_scales factors);

@@ -9,66 +9,6 @@ pub mod norm {
     use super::super::views::views::*;
     use cutile::core::*;
 
-    /// A block's rows of one of `planes` planes of `size` numbers, zeros where there is no such plane.
-    ///
-    /// # Safety
-    /// `base` holds the planes.
-    unsafe fn plane_of<T: ElementType, const R: i32, const W: i32>(
-        base: *mut T,
-        plane: i32,
-        planes: i32,
-        size: i32,
-        offsets: Tile<i32, { [R, W] }>,
-        live: Tile<bool, { [R, W] }>,
-        free: Token,
-    ) -> Tile<T, { [R, W] }> {
-        let start: Tile<i32, { [R, W] }> = broadcast_scalar(plane * size, shape![R, W]);
-        let number: Tile<i32, { [R, W] }> = broadcast_scalar(plane, shape![R, W]);
-        let there: Tile<bool, { [R, W] }> = lt_tile(number, broadcast_scalar(planes, shape![R, W]));
-        let (values, _token): (Tile<T, { [R, W] }>, Token) =
-            load_live::<T, R, W>(base, start + offsets, live & there, free);
-        values
-    }
-
-    /// The sum of up to `PLANES` planes for the rows of a block, every `step`th in memory from `first` on: one after the
-    /// other, starting from zero, as the layer itself adds its splits.
-    ///
-    /// # Safety
-    /// As for `plane_of`.
-    unsafe fn summed<T: ElementType, const PLANES: i32, const R: i32, const W: i32>(
-        base: *mut T,
-        first: i32,
-        step: i32,
-        planes: i32,
-        size: i32,
-        offsets: Tile<i32, { [R, W] }>,
-        live: Tile<bool, { [R, W] }>,
-        free: Token,
-    ) -> Tile<T, { [R, W] }> {
-        let mut sum: Tile<T, { [R, W] }> = constant(T::ZERO, shape![R, W]);
-        sum = sum + plane_of::<T, R, W>(base, first, planes, size, offsets, live, free);
-        if PLANES > 1 {
-            sum = sum + plane_of::<T, R, W>(base, first + step, planes, size, offsets, live, free);
-        }
-        if PLANES > 2 {
-            sum = sum
-                + plane_of::<T, R, W>(base, first + 2i32 * step, planes, size, offsets, live, free);
-            sum = sum
-                + plane_of::<T, R, W>(base, first + 3i32 * step, planes, size, offsets, live, free);
-        }
-        if PLANES > 4 {
-            sum = sum
-                + plane_of::<T, R, W>(base, first + 4i32 * step, planes, size, offsets, live, free);
-            sum = sum
-                + plane_of::<T, R, W>(base, first + 5i32 * step, planes, size, offsets, live, free);
-            sum = sum
-                + plane_of::<T, R, W>(base, first + 6i32 * step, planes, size, offsets, live, free);
-            sum = sum
-                + plane_of::<T, R, W>(base, first + 7i32 * step, planes, size, offsets, live, free);
-        }
-        sum
-    }
-
     /// The numbers of a vector as wide as a row, and the token of the load.
     ///
     /// # Safety

@@ -11,19 +11,33 @@ pub mod rope {
     /// One part (queries, keys or values) of one row, `HB` heads a block; `P` is the half head padded to a
     /// power of two. `part` 0 writes queries to `queries`, 1 and 2 write to their row's slot. For an int8 cache
     /// (`INT8` = 1) vectors go to `bytes` and `pool_scales` instead of `out`, divided by `factors` if `smoothed`.
+    /// What comes in is the sum of up to `PLANES` planes of `size` numbers, the splits of a layer that left them apart,
+    /// and of its bias. All is computed in f32 and rounded once.
     /// No kernel writes weights, cosines and factors: they are asked for before the wait, which is here.
     ///
     /// # Safety
     /// As for the entry points below.
-    unsafe fn heads_of_part<E: ElementType, const HB: i32, const P: i32, const INT8: i32>(
+    unsafe fn heads_of_part<
+        X: ElementType,
+        E: ElementType,
+        const HB: i32,
+        const P: i32,
+        const INT8: i32,
+        const PLANES: i32,
+    >(
         out: *mut E,
         bytes: *mut i8,
         pool_scales: *mut f32,
         factors: *mut f32,
         smoothed: i32,
         out_vector: Tile<i32, { [HB, P] }>,
-        x: *mut E,
+        x: *mut X,
         x_first: i32,
+        planes: i32,
+        size: i32,
+        bias: *mut E,
+        bias_first: i32,
+        has_bias: i32,
         weight: *mut E,
         normed: i32,
         cos: *mut f32,
@@ -60,6 +74,14 @@ pub mod rope {
             load_live::<f32, HB, P>(cos, at, with_turn, given);
         let (s, given): (Tile<f32, { [HB, P] }>, Token) =
             load_live::<f32, HB, P>(sin, at, with_turn, given);
+        let inner: Tile<i32, { [HB, P] }> = head * dims + lane;
+        let with_bias: Tile<bool, { [HB, P] }> =
+            live & eq_tile(broadcast_scalar(has_bias, shape![HB, P]), one);
+        let at: Tile<i32, { [HB, P] }> = broadcast_scalar(bias_first, shape![HB, P]) + inner;
+        let (ba, given): (Tile<E, { [HB, P] }>, Token) =
+            load_live::<E, HB, P>(bias, at, with_bias, given);
+        let (bb, given): (Tile<E, { [HB, P] }>, Token) =
+            load_live::<E, HB, P>(bias, at + halves, with_bias, given);
         let mut asked: Token = given;
         let mut fa: Tile<f32, { [HB, P] }> = constant(1.0f32, shape![HB, P]);
         let mut fb: Tile<f32, { [HB, P] }> = constant(1.0f32, shape![HB, P]);
@@ -67,25 +89,29 @@ pub mod rope {
             let divided: Tile<bool, { [HB, P] }> =
                 live & eq_tile(broadcast_scalar(smoothed, shape![HB, P]), one);
             let (a, first): (Tile<f32, { [HB, P] }>, Token) =
-                load_live::<f32, HB, P>(factors, head * dims + lane, divided, asked);
+                load_live::<f32, HB, P>(factors, inner, divided, asked);
             let (b, second): (Tile<f32, { [HB, P] }>, Token) =
-                load_live::<f32, HB, P>(factors, head * dims + lane + halves, divided, first);
+                load_live::<f32, HB, P>(factors, inner + halves, divided, first);
             asked = second;
             fa = select(divided, a, fa);
             fb = select(divided, b, fb);
         }
         let free: Token = start_early_after(asked);
-        let from: Tile<i32, { [HB, P] }> =
-            broadcast_scalar(x_first, shape![HB, P]) + head * dims + lane;
-        let (x_a, free): (Tile<E, { [HB, P] }>, Token) = load_live::<E, HB, P>(x, from, live, free);
-        let (x_b, free): (Tile<E, { [HB, P] }>, Token) =
-            load_live::<E, HB, P>(x, from + halves, live, free);
-        let mut a: Tile<E, { [HB, P] }> = x_a;
-        let mut b: Tile<E, { [HB, P] }> = x_b;
+        let from: Tile<i32, { [HB, P] }> = broadcast_scalar(x_first, shape![HB, P]) + inner;
+        let a: Tile<X, { [HB, P] }> =
+            summed::<X, PLANES, HB, P>(x, 0i32, 1i32, planes, size, from, live, free);
+        let b: Tile<X, { [HB, P] }> =
+            summed::<X, PLANES, HB, P>(x, 0i32, 1i32, planes, size, from + halves, live, free);
+        let mut a: Tile<f32, { [HB, P] }> = convert_tile(a);
+        let mut b: Tile<f32, { [HB, P] }> = convert_tile(b);
+        if has_bias == 1 {
+            let ba: Tile<f32, { [HB, P] }> = convert_tile(ba);
+            let bb: Tile<f32, { [HB, P] }> = convert_tile(bb);
+            a = a + ba;
+            b = b + bb;
+        }
         if normed == 1 {
-            let a32: Tile<f32, { [HB, P] }> = convert_tile(a);
-            let b32: Tile<f32, { [HB, P] }> = convert_tile(b);
-            let squares: Tile<f32, { [HB] }> = reduce_sum(a32 * a32 + b32 * b32, 1);
+            let squares: Tile<f32, { [HB] }> = reduce_sum(a * a + b * b, 1);
             let count: Tile<f32, { [HB] }> =
                 broadcast_scalar(convert_scalar::<f32>(head_dim), shape![HB]);
             let mean: Tile<f32, { [HB] }> = true_div(squares, count);
@@ -95,29 +121,21 @@ pub mod rope {
             let factor: Tile<f32, { [HB, P] }> = factor.broadcast(shape![HB, P]);
             let wa: Tile<f32, { [HB, P] }> = convert_tile(wa);
             let wb: Tile<f32, { [HB, P] }> = convert_tile(wb);
-            a = convert_tile(a32 * factor * wa);
-            b = convert_tile(b32 * factor * wb);
+            a = a * factor * wa;
+            b = b * factor * wb;
         }
         if turned == 1 {
-            let a32: Tile<f32, { [HB, P] }> = convert_tile(a);
-            let b32: Tile<f32, { [HB, P] }> = convert_tile(b);
             let zero: Tile<f32, { [HB, P] }> = constant(0.0f32, shape![HB, P]);
-            let minus: Tile<f32, { [HB, P] }> = zero - b32 * s;
-            let plus: Tile<f32, { [HB, P] }> = a32 * s;
-            let ra: Tile<E, { [HB, P] }> =
-                convert_tile(fma(a32, c, minus, rounding::NearestEven, ftz::Disabled));
-            let rb: Tile<E, { [HB, P] }> =
-                convert_tile(fma(b32, c, plus, rounding::NearestEven, ftz::Disabled));
-            let ra: Tile<f32, { [HB, P] }> = convert_tile(ra);
-            let rb: Tile<f32, { [HB, P] }> = convert_tile(rb);
+            let minus: Tile<f32, { [HB, P] }> = zero - b * s;
+            let plus: Tile<f32, { [HB, P] }> = a * s;
+            let ra: Tile<f32, { [HB, P] }> = fma(a, c, minus, rounding::NearestEven, ftz::Disabled);
+            let rb: Tile<f32, { [HB, P] }> = fma(b, c, plus, rounding::NearestEven, ftz::Disabled);
             let scales: Tile<f32, { [HB, P] }> = broadcast_scalar(scale, shape![HB, P]);
-            a = convert_tile(ra * scales);
-            b = convert_tile(rb * scales);
+            a = ra * scales;
+            b = rb * scales;
         }
         let to: Tile<i32, { [HB, P] }> = out_vector * dims + lane;
         if INT8 == 1 {
-            let mut a: Tile<f32, { [HB, P] }> = convert_tile(a);
-            let mut b: Tile<f32, { [HB, P] }> = convert_tile(b);
             if smoothed == 1 {
                 a = divf(a, fa, rounding::NearestEven, ftz::Disabled);
                 b = divf(b, fb, rounding::NearestEven, ftz::Disabled);
@@ -136,6 +154,8 @@ pub mod rope {
                 free,
             );
         } else {
+            let a: Tile<E, { [HB, P] }> = convert_tile(a);
+            let b: Tile<E, { [HB, P] }> = convert_tile(b);
             store_live::<E, HB, P>(out, to, live, a, free);
             store_live::<E, HB, P>(out, to + halves, live, b, free);
         }
@@ -165,13 +185,14 @@ pub mod rope {
     }
 
     /// Splits a row of q, k and v heads, norms and rotates them, writes queries to `queries` and keys and
-    /// values to the row's slot. Grid: (blocks of query heads + 2 x blocks of kv heads, rows).
+    /// values to the row's slot. `qkv` holds a plane for each split that was left apart. Grid: (blocks of query heads + 2 x blocks of kv heads, rows).
     #[cutile::entry(unchecked_accesses = true)]
     unsafe fn split_norm_rope_store<
         E: ElementType,
         const HB: i32,
         const P: i32,
         const INT8: i32,
+        const PLANES: i32,
     >(
         queries: *mut E,
         keys: *mut E,
@@ -181,7 +202,10 @@ pub mod rope {
         value_bytes: *mut i8,
         value_scales: *mut f32,
         factors: *mut f32,
-        qkv: *mut E,
+        qkv: *mut f32,
+        splits: i32,
+        bias: *mut E,
+        has_bias: i32,
         q_weight: *mut E,
         k_weight: *mut E,
         cos: *mut f32,
@@ -197,12 +221,14 @@ pub mod rope {
         eps: f32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
+        let grid: (i32, i32, i32) = get_num_tile_blocks();
         // No kernel writes the arrays that describe a step: they are read before the wait.
         let given: Token = new_token_unordered();
         let row: i32 = pid.1;
         let position: i32 = scalar_at(given, positions, row);
         let slot: i32 = scalar_at(given, slots, row);
         let width: i32 = (heads + 2 * kv_heads) * head_dim;
+        let size: i32 = grid.1 * width;
         let q_blocks: i32 = ceil_div(heads, HB);
         let kv_blocks: i32 = ceil_div(kv_heads, HB);
         let q_norm: i32 = flags % 2;
@@ -215,7 +241,7 @@ pub mod rope {
             let scale: f32 = scale_at(given, query_scale, position, scaled);
             let vector: Tile<i32, { [HB, P] }> =
                 local + broadcast_scalar(row * heads + first, shape![HB, P]);
-            heads_of_part::<E, HB, P, 0>(
+            heads_of_part::<f32, E, HB, P, 0, PLANES>(
                 queries,
                 key_bytes,
                 key_scales,
@@ -224,6 +250,11 @@ pub mod rope {
                 vector,
                 qkv,
                 row * width,
+                splits,
+                size,
+                bias,
+                0i32,
+                has_bias,
                 q_weight,
                 q_norm,
                 cos,
@@ -248,7 +279,7 @@ pub mod rope {
             let vector: Tile<i32, { [HB, P] }> = head * broadcast_scalar(page_size, shape![HB, P])
                 + broadcast_scalar(offset, shape![HB, P]);
             if is_value == 0 {
-                heads_of_part::<E, HB, P, INT8>(
+                heads_of_part::<f32, E, HB, P, INT8, PLANES>(
                     keys,
                     key_bytes,
                     key_scales,
@@ -257,6 +288,11 @@ pub mod rope {
                     vector,
                     qkv,
                     row * width + heads * head_dim,
+                    splits,
+                    size,
+                    bias,
+                    heads * head_dim,
+                    has_bias,
                     k_weight,
                     k_norm,
                     cos,
@@ -270,7 +306,7 @@ pub mod rope {
                     eps,
                 );
             } else {
-                heads_of_part::<E, HB, P, INT8>(
+                heads_of_part::<f32, E, HB, P, INT8, PLANES>(
                     values,
                     value_bytes,
                     value_scales,
@@ -279,6 +315,11 @@ pub mod rope {
                     vector,
                     qkv,
                     row * width + (heads + kv_heads) * head_dim,
+                    splits,
+                    size,
+                    bias,
+                    (heads + kv_heads) * head_dim,
+                    has_bias,
                     k_weight,
                     0i32,
                     cos,
@@ -318,7 +359,7 @@ pub mod rope {
         let none: *mut f32 = tile_to_pointer(none);
         let no_bytes: PointerTile<*mut i8, { [] }> = ptr_to_ptr(pointer_to_tile(x));
         let no_bytes: *mut i8 = tile_to_pointer(no_bytes);
-        heads_of_part::<E, HB, P, 0>(
+        heads_of_part::<E, E, HB, P, 0, 1>(
             x,
             no_bytes,
             none,
@@ -327,6 +368,11 @@ pub mod rope {
             vector,
             x,
             pid.1 * heads * head_dim,
+            1i32,
+            0i32,
+            x,
+            0i32,
+            0i32,
             x,
             0i32,
             cos,
@@ -367,7 +413,7 @@ pub mod rope {
             + broadcast_scalar(offset, shape![HB, P]);
         let none: PointerTile<*mut f32, { [] }> = ptr_to_ptr(pointer_to_tile(x));
         let none: *mut f32 = tile_to_pointer(none);
-        heads_of_part::<E, HB, P, INT8>(
+        heads_of_part::<E, E, HB, P, INT8, 1>(
             pool,
             bytes,
             scales,
@@ -376,6 +422,11 @@ pub mod rope {
             vector,
             x,
             pid.1 * kv_heads * head_dim,
+            1i32,
+            0i32,
+            x,
+            0i32,
+            0i32,
             x,
             0i32,
             none,

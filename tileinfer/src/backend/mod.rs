@@ -10,15 +10,15 @@
 //! # Element types and rounding
 //! A [`ComputeType`] is chosen when a backend is made. With [`ComputeType::Bf16`] the values of
 //! [`Element::Model`] tensors are bfloat16 numbers (a CPU may keep them in f32 words): each op rounds what it
-//! writes there once, to nearest even, and nothing in between. So values are rounded after each norm, each
-//! linear (bias included), RoPE, attention and the activation. The residual stream and what is added to it
-//! are [`Element::F32`] tensors and are never rounded; so are logits. Sums, softmax and norms are f32 inside.
+//! writes there once, to nearest even, and nothing in between. So values are rounded after each norm of the stream,
+//! after RoPE, attention and the activation. The residual stream, what is added to it, what is projected to heads or to
+//! the MLP and the logits are [`Element::F32`] tensors and are never rounded. Sums, softmax and norms are f32 inside.
 //! Keys and values are stored as rounded. With [`ComputeType::F32`] nothing is rounded, the cache included.
 //! Weights and the cache may be int8 with either; how numbers become integers there is written down in
 //! [`crate::weights::int8`].
 //!
 //! # The plain and the fused forms
-//! [`Backend::qk_norm_rope_store`], [`Backend::add_rms_norm`], [`Backend::linear_add_rms_norm`] and
+//! [`Backend::qk_norm_rope_store`], [`Backend::linear_qk_norm_rope_store`], [`Backend::add_rms_norm`], [`Backend::linear_add_rms_norm`] and
 //! [`Backend::linear_activation`] come with generic bodies that chain the primitive ops: the plain form. A backend
 //! overrides them to save launches; the result has to be the same up to the order of sums within a row.
 
@@ -41,7 +41,7 @@ pub use reference::{ReferenceBackend, ReferenceTensor};
 pub enum Element {
     /// The backend's [`ComputeType`]: activations.
     Model,
-    /// f32 always: logits.
+    /// f32 always: the residual stream, sums of linears, logits.
     F32,
 }
 
@@ -213,13 +213,48 @@ fn fill(ids: &mut [u32], awaited: &[(u32, u32)], sampled: &[Sampled], what: &str
     Ok(())
 }
 
-/// Scratch that a backend without the fused forms needs.
+/// Keys and values of a step.
 #[derive(Debug)]
 pub struct KvRows<T> {
     /// Keys of the step, `[rows, kv_heads * head_dim]`.
     pub keys: T,
     /// Values of the step, likewise.
     pub values: T,
+}
+
+/// Scratch, f32, that a backend without [`Backend::qk_norm_rope_store`] of its own needs.
+pub struct HeadScratch<T> {
+    /// Queries of the step, `[rows, heads * head_dim]`.
+    pub queries: T,
+    /// Keys and values.
+    pub kv: KvRows<T>,
+}
+
+impl<T> HeadScratch<T> {
+    /// Scratch for `capacity` rows.
+    pub fn new<B: Backend<Tensor = T>>(
+        backend: &B,
+        shape: &AttentionShape,
+        capacity: usize,
+    ) -> Result<Self> {
+        let alloc = |heads| backend.alloc(Element::F32, capacity, heads * shape.head_dim);
+        Ok(HeadScratch {
+            queries: alloc(shape.heads)?,
+            kv: KvRows {
+                keys: alloc(shape.kv_heads)?,
+                values: alloc(shape.kv_heads)?,
+            },
+        })
+    }
+
+    /// Says that there are `rows` rows now.
+    pub fn set_rows<B: Backend<Tensor = T>>(&mut self, backend: &B, rows: usize) -> Result<()> {
+        let KvRows { keys, values } = &mut self.kv;
+        for tensor in [&mut self.queries, keys, values] {
+            backend.set_rows(tensor, rows)?;
+        }
+        Ok(())
+    }
 }
 
 /// A device and the ops on it. Shapes are `[rows, width]`, row-major.
@@ -465,14 +500,15 @@ pub trait Backend: Send + Sized + 'static {
     }
 
     /// Everything between the q/k/v projection and attention: splits `qkv`
-    /// (`[rows, (heads + 2 kv_heads) * head_dim]`), norms q and k per head where there are norms, rotates
-    /// them where there is a table, writes keys and values to their slots and the queries to `queries`.
+    /// (f32 `[rows, (heads + 2 kv_heads) * head_dim]`), norms q and k per head where there are norms, rotates
+    /// them where there is a table, in f32, writes keys and values to their slots and the queries to `queries`, rounded
+    /// once.
     /// `heads` may be 0: then only keys and values are written.
     fn qk_norm_rope_store(
         &self,
         queries: &mut Self::Tensor,
         pages: &mut Self::Pages,
-        scratch: &mut KvRows<Self::Tensor>,
+        scratch: &mut HeadScratch<Self::Tensor>,
         qkv: &Self::Tensor,
         norms: QkNorms<'_, Self>,
         rope: Option<&Self::Rope>,
@@ -483,24 +519,45 @@ pub trait Backend: Send + Sized + 'static {
             shape.heads * shape.head_dim,
             shape.kv_heads * shape.head_dim,
         );
-        let KvRows { keys, values } = scratch;
-        self.copy_columns(queries, 0, qkv, 0, q)?;
+        let q_rows = &mut scratch.queries;
+        let KvRows { keys, values } = &mut scratch.kv;
+        self.copy_columns(q_rows, 0, qkv, 0, q)?;
         self.copy_columns(keys, 0, qkv, q, kv)?;
         self.copy_columns(values, 0, qkv, q + kv, kv)?;
         if let Some(weight) = norms.query {
-            self.head_norm(queries, weight, norms.eps)?;
+            self.head_norm(q_rows, weight, norms.eps)?;
         }
         if let Some(weight) = norms.key {
             self.head_norm(keys, weight, norms.eps)?;
         }
         if let Some(rope) = rope {
-            self.rope(queries, rope, step, true)?;
+            self.rope(q_rows, rope, step, true)?;
             self.rope(keys, rope, step, false)?;
         }
-        self.store_kv(pages, scratch, step)
+        self.copy_columns(queries, 0, q_rows, 0, q)?;
+        self.store_kv(pages, &scratch.kv, step)
     }
 
-    /// `out = activation(linear(x))`; `wide` is scratch of the weight's rows.
+    /// The projection `qkv = weight x + bias`, then [`Backend::qk_norm_rope_store`]. What `qkv` holds after is
+    /// undefined.
+    fn linear_qk_norm_rope_store(
+        &self,
+        queries: &mut Self::Tensor,
+        pages: &mut Self::Pages,
+        scratch: &mut HeadScratch<Self::Tensor>,
+        qkv: &mut Self::Tensor,
+        (weight, bias): (&Self::Weight, Option<&Self::Tensor>),
+        x: &Self::Tensor,
+        norms: QkNorms<'_, Self>,
+        rope: Option<&Self::Rope>,
+        step: &Self::Step,
+        shape: &AttentionShape,
+    ) -> Result<()> {
+        self.linear(qkv, weight, bias, x)?;
+        self.qk_norm_rope_store(queries, pages, scratch, qkv, norms, rope, step, shape)
+    }
+
+    /// `out = activation(linear(x))`; `wide` is f32 scratch of the weight's rows.
     fn linear_activation(
         &self,
         out: &mut Self::Tensor,

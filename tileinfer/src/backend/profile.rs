@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use super::{
-    Activation, AttentionShape, Backend, ComputeType, Element, KvRows, QkNorms, RopeTable,
-    StepLayout,
+    Activation, AttentionShape, Backend, ComputeType, Element, HeadScratch, KvRows, QkNorms,
+    RopeTable, StepLayout,
 };
 use crate::Result;
 use crate::kv::KvLayout;
@@ -447,7 +447,7 @@ impl<B: Backend> Backend for Profiled<B> {
         &self,
         queries: &mut B::Tensor,
         pages: &mut Self::Pages,
-        scratch: &mut KvRows<B::Tensor>,
+        scratch: &mut HeadScratch<B::Tensor>,
         qkv: &B::Tensor,
         norms: QkNorms<'_, Self>,
         rope: Option<&B::Rope>,
@@ -467,6 +467,34 @@ impl<B: Backend> Backend for Profiled<B> {
                 rope,
                 &step.inner,
                 shape,
+            )
+        })
+    }
+
+    fn linear_qk_norm_rope_store(
+        &self,
+        queries: &mut B::Tensor,
+        pages: &mut Self::Pages,
+        scratch: &mut HeadScratch<B::Tensor>,
+        qkv: &mut B::Tensor,
+        (weight, bias): (&Self::Weight, Option<&B::Tensor>),
+        x: &B::Tensor,
+        norms: QkNorms<'_, Self>,
+        rope: Option<&B::Rope>,
+        step: &Self::Step,
+        shape: &AttentionShape,
+    ) -> Result<()> {
+        let QkNorms { query, key, eps } = norms;
+        let norms = QkNorms { query, key, eps };
+        let (columns, rows) = (weight.columns, weight.rows);
+        let what = format!("linear_qk_norm_rope_store {columns} -> {rows}");
+        let (bytes, flop) = self.linear_counts(weight, x, qkv);
+        let counts = (bytes + self.bytes(&[qkv]), flop);
+        self.timed(what, counts, &mut || {
+            let (pages, step) = (&mut pages.inner, &step.inner);
+            let layer = (&weight.inner, bias);
+            self.inner.linear_qk_norm_rope_store(
+                queries, pages, scratch, qkv, layer, x, norms, rope, step, shape,
             )
         })
     }

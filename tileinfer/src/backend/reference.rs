@@ -111,7 +111,7 @@ impl ReferencePages {
     /// `vector` as the cache keeps it.
     fn kept(&self, vector: &[f32]) -> Vec<f32> {
         match self.layout.element {
-            KvElement::Compute(_) => vector.to_vec(),
+            KvElement::Compute(kind) => vector.iter().map(|&x| kind.round(x)).collect(),
             KvElement::Int8 => {
                 let mut q = vec![0; vector.len()];
                 let scale = int8::round_row(vector, &mut q);
@@ -318,7 +318,7 @@ impl Backend for ReferenceBackend {
         out.like(x.rows, x.width)?;
         for row in 0..x.rows {
             out.row_mut(row).copy_from_slice(x.row(row));
-            self.norm(out.row_mut(row), weight.row(0), eps);
+            self.norm(out.element, out.row_mut(row), weight.row(0), eps);
         }
         Ok(())
     }
@@ -369,9 +369,10 @@ impl Backend for ReferenceBackend {
     }
 
     fn head_norm(&self, x: &mut ReferenceTensor, weight: &ReferenceTensor, eps: f32) -> Result<()> {
+        let element = x.element;
         for row in 0..x.rows {
             for head in x.row_mut(row).chunks_exact_mut(weight.width) {
-                self.norm(head, weight.row(0), eps);
+                self.norm(element, head, weight.row(0), eps);
             }
         }
         Ok(())
@@ -384,7 +385,7 @@ impl Backend for ReferenceBackend {
         step: &ReferenceStep,
         queries: bool,
     ) -> Result<()> {
-        let pairs = rope.pairs;
+        let (element, pairs) = (x.element, rope.pairs);
         for row in 0..x.rows {
             let position = step.layout.positions[row] as usize;
             let table = position * pairs..(position + 1) * pairs;
@@ -397,12 +398,9 @@ impl Backend for ReferenceBackend {
             for head in x.row_mut(row).chunks_exact_mut(2 * pairs) {
                 for j in 0..pairs {
                     let (a, b) = (head[j], head[j + pairs]);
-                    head[j] = self
-                        .compute
-                        .round(self.compute.round(a * cos[j] - b * sin[j]) * scale);
-                    head[j + pairs] = self
-                        .compute
-                        .round(self.compute.round(b * cos[j] + a * sin[j]) * scale);
+                    head[j] = self.round(element, ((a * cos[j] - b * sin[j]) * scale).into());
+                    head[j + pairs] =
+                        self.round(element, ((b * cos[j] + a * sin[j]) * scale).into());
                 }
             }
         }
@@ -572,13 +570,11 @@ impl Backend for ReferenceBackend {
 }
 
 impl ReferenceBackend {
-    fn norm(&self, values: &mut [f32], weight: &[f32], eps: f32) {
+    fn norm(&self, element: Element, values: &mut [f32], weight: &[f32], eps: f32) {
         let squares: f64 = values.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
         let scale = 1.0 / (squares / values.len() as f64 + f64::from(eps)).sqrt();
         for (value, &weight) in values.iter_mut().zip(weight) {
-            *value = self
-                .compute
-                .round((f64::from(*value) * scale * f64::from(weight)) as f32);
+            *value = self.round(element, f64::from(*value) * scale * f64::from(weight));
         }
     }
 }

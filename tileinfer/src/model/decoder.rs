@@ -27,17 +27,26 @@ pub fn forward<B: Backend>(
     backend.rms_norm(&mut ws.normed, &ws.stream, norm, eps)?;
 
     for (i, layer) in model.layers.iter().enumerate() {
-        let qkv = &layer.qkv;
-        backend.linear(&mut ws.qkv, &qkv.weight, qkv.bias.as_ref(), &ws.normed)?;
-
         let norms = QkNorms {
             query: layer.query_norm.as_ref(),
             key: layer.key_norm.as_ref(),
             eps,
         };
         let rope = layer.rotates.then_some(&model.rope);
-        let (q, kv, step, shape) = (&mut ws.queries, &mut ws.kv_rows, &ws.step, &layer.attention);
-        backend.qk_norm_rope_store(q, &mut pages[i], kv, &ws.qkv, norms, rope, step, shape)?;
+        let projection = (&layer.qkv.weight, layer.qkv.bias.as_ref());
+        let (q, heads, step, shape) = (&mut ws.queries, &mut ws.heads, &ws.step, &layer.attention);
+        backend.linear_qk_norm_rope_store(
+            q,
+            &mut pages[i],
+            heads,
+            &mut ws.qkv,
+            projection,
+            &ws.normed,
+            norms,
+            rope,
+            step,
+            shape,
+        )?;
         backend.attention(&mut ws.attended, &ws.queries, &pages[i], step, shape)?;
 
         let (stream, normed, delta) = (&mut ws.stream, &mut ws.normed, &mut ws.delta);

@@ -7,7 +7,7 @@ use std::path::Path;
 use super::decoder::forward;
 use super::load::{DecoderLM, Linear, LoadOptions, Tables, plain};
 use super::workspace::Workspace;
-use crate::backend::{AttentionShape, Backend, Element, KvRows, Mask, QkNorms, StepLayout};
+use crate::backend::{AttentionShape, Backend, Element, HeadScratch, Mask, QkNorms, StepLayout};
 use crate::config::{DFlashConfig, ModelConfig};
 use crate::kv::{KvElement, KvLayout};
 use crate::sampling::{RowSampler, Sampled};
@@ -170,11 +170,11 @@ struct Context<B: Backend> {
     joined: B::Tensor,
     /// The same after the norm.
     normed: B::Tensor,
-    /// `[rows, 2 kv_heads * head_dim]`.
+    /// f32 `[rows, 2 kv_heads * head_dim]`.
     key_values: B::Tensor,
     /// No queries.
     queries: B::Tensor,
-    kv_rows: KvRows<B::Tensor>,
+    heads: HeadScratch<B::Tensor>,
 }
 
 impl<B: Backend> DFlashBlock<B> {
@@ -200,6 +200,10 @@ impl<B: Backend> DFlashBlock<B> {
             element: KvElement::Compute(backend.compute_type()),
         };
         let alloc = |width| backend.alloc(Element::Model, rows, width);
+        let shape = AttentionShape {
+            heads: 0,
+            ..decoder.layers[0].attention
+        };
         let kv = kv_heads * head_dim;
         let block_rows = spans * drafter.config.block_size;
         Ok(DFlashBlock {
@@ -215,12 +219,9 @@ impl<B: Backend> DFlashBlock<B> {
             context: Context {
                 joined: alloc(decoder.hidden)?,
                 normed: alloc(decoder.hidden)?,
-                key_values: alloc(2 * kv)?,
+                key_values: backend.alloc(Element::F32, rows, 2 * kv)?,
                 queries: alloc(0)?,
-                kv_rows: KvRows {
-                    keys: alloc(kv)?,
-                    values: alloc(kv)?,
-                },
+                heads: HeadScratch::new(backend, &shape, rows)?,
             },
             drafter,
         })
@@ -247,12 +248,10 @@ impl<B: Backend> DFlashBlock<B> {
             &mut context.normed,
             &mut context.key_values,
             &mut context.queries,
-            &mut context.kv_rows.keys,
-            &mut context.kv_rows.values,
         ] {
             backend.set_rows(tensor, rows)?;
         }
-        Ok(())
+        context.heads.set_rows(backend, rows)
     }
 
     /// Writes the keys and values that a target's step has for the drafter, from its tapped streams `taps`,
@@ -274,13 +273,6 @@ impl<B: Backend> DFlashBlock<B> {
         )?;
         let layers = decoder.layers.iter().zip(&drafter.key_values);
         for ((layer, linear), pages) in layers.zip(&mut self.pages) {
-            let bias = linear.bias.as_ref();
-            backend.linear(
-                &mut context.key_values,
-                &linear.weight,
-                bias,
-                &context.normed,
-            )?;
             let norms = QkNorms {
                 query: None,
                 key: layer.key_norm.as_ref(),
@@ -290,11 +282,13 @@ impl<B: Backend> DFlashBlock<B> {
                 heads: 0,
                 ..layer.attention
             };
-            backend.qk_norm_rope_store(
+            backend.linear_qk_norm_rope_store(
                 &mut context.queries,
                 pages,
-                &mut context.kv_rows,
-                &context.key_values,
+                &mut context.heads,
+                &mut context.key_values,
+                (&linear.weight, linear.bias.as_ref()),
+                &context.normed,
                 norms,
                 layer.rotates.then_some(&decoder.rope),
                 step,

@@ -1,7 +1,7 @@
 //! The buffers of a step, each with its shape beside it. Allocated once; a step uses the first rows.
 
 use super::load::DecoderLM;
-use crate::backend::{Backend, Element, KvRows, StepLayout};
+use crate::backend::{Backend, Element, HeadScratch, StepLayout};
 use crate::{Error, Result};
 
 /// Buffers for steps of up to `max_rows` rows.
@@ -12,17 +12,17 @@ pub struct Workspace<B: Backend> {
     pub stream: B::Tensor,
     /// The stream after the norm before a linear, `[rows, hidden]`.
     pub normed: B::Tensor,
-    /// Projected queries, keys and values, `[rows, (heads + 2 kv_heads) * head_dim]`.
+    /// Projected queries, keys and values, f32 `[rows, (heads + 2 kv_heads) * head_dim]`.
     pub qkv: B::Tensor,
     /// Rotated queries, `[rows, heads * head_dim]`.
     pub queries: B::Tensor,
-    /// Scratch for keys and values, `[rows, kv_heads * head_dim]` each.
-    pub kv_rows: KvRows<B::Tensor>,
+    /// Scratch for queries, keys and values.
+    pub heads: HeadScratch<B::Tensor>,
     /// Attention's result, `[rows, heads * head_dim]`.
     pub attended: B::Tensor,
     /// What is added to the stream, f32 `[rows, hidden]`.
     pub delta: B::Tensor,
-    /// The MLP before its activation, `[rows, up rows]`.
+    /// The MLP before its activation, f32 `[rows, up rows]`.
     pub wide: B::Tensor,
     /// The MLP after its activation, `[rows, intermediate]`.
     pub active: B::Tensor,
@@ -70,19 +70,17 @@ impl<B: Backend> Workspace<B> {
             )));
         }
         let alloc = |width| backend.alloc(Element::Model, max_rows, width);
+        let alloc_f32 = |width| backend.alloc(Element::F32, max_rows, width);
         Ok(Workspace {
             step: backend.alloc_step(max_rows, max_spans, table_width)?,
-            stream: backend.alloc(Element::F32, max_rows, hidden)?,
+            stream: alloc_f32(hidden)?,
             normed: alloc(hidden)?,
-            qkv: alloc(q + 2 * kv)?,
+            qkv: alloc_f32(q + 2 * kv)?,
             queries: alloc(q)?,
-            kv_rows: KvRows {
-                keys: alloc(kv)?,
-                values: alloc(kv)?,
-            },
+            heads: HeadScratch::new(backend, &layer.attention, max_rows)?,
             attended: alloc(q)?,
-            delta: backend.alloc(Element::F32, max_rows, hidden)?,
-            wide: alloc(layer.wide)?,
+            delta: alloc_f32(hidden)?,
+            wide: alloc_f32(layer.wide)?,
             active: alloc(layer.activation.output_width(layer.wide))?,
             taps: alloc(tapped.len() * hidden)?,
             hidden: backend.alloc(Element::Model, max_wanted, hidden)?,
@@ -118,14 +116,11 @@ impl<B: Backend> Workspace<B> {
         drafts: Option<&B::Step>,
     ) -> Result<()> {
         let rows = layout.rows();
-        let KvRows { keys, values } = &mut self.kv_rows;
         let every = [
             &mut self.stream,
             &mut self.normed,
             &mut self.qkv,
             &mut self.queries,
-            keys,
-            values,
         ];
         let more = [
             &mut self.attended,
@@ -137,6 +132,7 @@ impl<B: Backend> Workspace<B> {
         for tensor in every.into_iter().chain(more) {
             backend.set_rows(tensor, rows)?;
         }
+        self.heads.set_rows(backend, rows)?;
         self.wanted = layout.wanted.len();
         if self.wanted > self.max_wanted {
             // Counted before, as one of the two may be replaced and the other fail.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::{Numbers, assert_close, weight};
 use crate::backend::{
-    Activation, AttentionShape, Backend, ComputeType, Element, KvRows, Mask, QkNorms,
+    Activation, AttentionShape, Backend, ComputeType, Element, HeadScratch, KvRows, Mask, QkNorms,
     ReferenceBackend, RopeTable, StepLayout, Xielu,
 };
 use crate::kv::{KvElement, KvLayout};
@@ -936,7 +936,7 @@ impl<B: Backend> Suite<B> {
             };
             let layout = layout(&spans, 4, 16);
             let (rows, width) = (layout.rows(), (heads + 2 * kv_heads) * head_dim);
-            let x = self.seed(12).normals(rows * width, 1.0, self.kind);
+            let x = self.seed(12).normals(rows * width, 1.0, ComputeType::F32);
             let weights = [
                 self.seed(13).normals(head_dim, 1.0, self.kind),
                 self.seed(14).normals(head_dim, 1.0, self.kind),
@@ -1001,12 +1001,10 @@ impl<B: Backend> Suite<B> {
         let rows = layout.rows();
         let mut pages = self.cache(on, kv, 16);
         let mut queries = self.blank(on, Element::Model, rows, shape.heads * shape.head_dim);
-        let kv_width = shape.kv_heads * shape.head_dim;
-        let mut scratch = KvRows {
-            keys: self.blank(on, Element::Model, rows, kv_width),
-            values: self.blank(on, Element::Model, rows, kv_width),
-        };
-        let qkv = self.tensor(on, rows, x.len() / rows, x);
+        let mut scratch = HeadScratch::new(on, shape, rows).unwrap();
+        scratch.set_rows(on, rows).unwrap();
+        let mut qkv = self.blank(on, Element::F32, rows, x.len() / rows);
+        on.upload(&mut qkv, 0, x).unwrap();
         let vectors = [
             on.load_vector(&weights[0]).unwrap(),
             on.load_vector(&weights[1]).unwrap(),
