@@ -535,6 +535,13 @@ fn copy_on_cores(to: &mut [u8], from: &[u8]) {
     });
 }
 
+fn expect_f32(tensor: &CudaTensor, what: &str) -> Result<()> {
+    if tensor.kind == Type::F32 {
+        return Ok(());
+    }
+    Err(Error::Bug(format!("{what} is {:?}", tensor.kind)))
+}
+
 /// Values as the device keeps them.
 fn encoded(kind: Type, values: &[f32]) -> Vec<u8> {
     match kind {
@@ -1357,7 +1364,7 @@ impl Backend for CudaBackend {
         activation: &Activation,
     ) -> Result<()> {
         out.like(x.rows, activation.output_width(x.width))?;
-        self.expect(x, "an activation's input")?;
+        expect_f32(x, "an activation's input")?;
         match activation {
             Activation::SiluGated => {
                 self.ops
@@ -1575,9 +1582,7 @@ impl Backend for CudaBackend {
             ..
         } = *shape;
         qkv.like(step.rows, (heads + 2 * kv_heads) * head_dim)?;
-        if qkv.kind != Type::F32 {
-            return Err(Error::Bug(format!("a projection is {:?}", qkv.kind)));
-        }
+        expect_f32(qkv, "a projection")?;
         self.heads(queries, pages, qkv.at().into(), &norms, rope, step, shape)
     }
 

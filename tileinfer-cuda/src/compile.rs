@@ -9,8 +9,8 @@ use cutile::compile_api::{CompileArtifacts, KernelCompiler};
 use cutile::tile_kernel::CompileOptions;
 use cutile_compiler::cuda_tile_runtime_utils::serialize_tile_ir_bytecode_for_version;
 use cutile_compiler::specialization::DivHint;
-use cutile_ir::bytecode::BytecodeVersion;
-use cutile_ir::ir::{Attribute, Module};
+use cutile_ir::bytecode::{BytecodeVersion, Opcode};
+use cutile_ir::ir::{Attribute, Module, Operation, OptimizationHints};
 use tileinfer::{Error, Result};
 
 use crate::kernels::Variant;
@@ -26,23 +26,27 @@ const VERSION: BytecodeVersion = BytecodeVersion::V13_5;
 /// # Errors
 /// [`Error::Bug`] if the kernel compiler refuses the kernel.
 pub fn bytecode(variant: &Variant, arch: &str) -> Result<Vec<u8>> {
-    let mut all = bytecodes(variant, &[arch])?;
+    let mut all = bytecodes(variant, &[arch], true)?;
     Ok(all.pop().expect("one for each architecture"))
 }
 
 /// The same for several architectures. To them the kernel compiler says the same but for their name, and nearly
-/// all of its time goes into what it says, so it runs once.
+/// all of its time goes into what it says, so it runs once. Without `tma` views are loaded and stored by plain
+/// instructions: slower, and what memory checkers can follow.
 ///
 /// # Errors
 /// As [`bytecode`].
-pub fn bytecodes(variant: &Variant, archs: &[&str]) -> Result<Vec<Vec<u8>>> {
+pub fn bytecodes(variant: &Variant, archs: &[&str], tma: bool) -> Result<Vec<Vec<u8>>> {
     let work = || -> Result<Vec<Vec<u8>>, String> {
         let Some(&first) = archs.first() else {
             return Ok(Vec::new());
         };
         let mut module = compile(variant, first)?;
+        if !tma {
+            each_operation(&mut module, |operation| forbid_tma(operation, first));
+        }
         let bytecode = |arch: &&str| {
-            rename(&mut module, arch);
+            each_operation(&mut module, |operation| rename(operation, arch));
             serialize_tile_ir_bytecode_for_version(&module, VERSION)
                 .map(|(bytecode, _)| bytecode)
                 .map_err(|error| error.to_string())
@@ -92,23 +96,46 @@ fn compile(variant: &Variant, arch: &str) -> Result<Module, String> {
     .map_err(|error| error.to_string())
 }
 
-/// Makes a module that names one architecture, in the hints of its operations, name another one.
-fn rename(module: &mut Module, arch: &str) {
+fn each_operation(module: &mut Module, mut change: impl FnMut(&mut Operation)) {
     let mut operations = module.functions.clone();
     while let Some(id) = operations.pop() {
-        for (_, attribute) in &mut module.op_mut(id).attributes {
-            if let Attribute::OptimizationHints(hints) = attribute {
-                for (name, _) in &mut hints.entries {
-                    arch.clone_into(name);
-                }
-            }
-        }
+        change(module.op_mut(id));
         for &region in &module.op(id).regions {
             for &block in &module.region(region).blocks {
                 operations.extend(&module.block(block).ops);
             }
         }
     }
+}
+
+/// Makes an operation whose hints name one architecture name another one.
+fn rename(operation: &mut Operation, arch: &str) {
+    for (_, attribute) in &mut operation.attributes {
+        if let Attribute::OptimizationHints(hints) = attribute {
+            for (name, _) in &mut hints.entries {
+                arch.clone_into(name);
+            }
+        }
+    }
+}
+
+/// Hints that a view is to be loaded or stored without TMA.
+fn forbid_tma(operation: &mut Operation, arch: &str) {
+    if !matches!(operation.opcode, Opcode::LoadViewTko | Opcode::StoreViewTko) {
+        return;
+    }
+    let hints = "optimization_hints";
+    let mut entries = vec![("allow_tma".to_owned(), Attribute::Bool(false))];
+    for (_, attribute) in &operation.attributes {
+        if let Attribute::OptimizationHints(given) = attribute {
+            let given = given.entries.iter().flat_map(|(_, entries)| entries);
+            entries.extend(given.filter(|(name, _)| name != "allow_tma").cloned());
+        }
+    }
+    operation.attributes.retain(|(name, _)| name != hints);
+    let entries = vec![(arch.to_owned(), entries)];
+    let entries = Attribute::OptimizationHints(OptimizationHints { entries });
+    operation.attributes.push((hints.to_owned(), entries));
 }
 
 /// Whether an argument is a size in values and not a pointer or a size in bytes.
@@ -179,7 +206,7 @@ mod tests {
         let add = Variant::new(&kernels::ADD, &[Type::F32; 2], &[1024]);
         for variant in [linear_plan(&shape).variant, add] {
             let archs = ["sm_90", "sm_120", "sm_80"];
-            let together = bytecodes(&variant, &archs).unwrap();
+            let together = bytecodes(&variant, &archs, true).unwrap();
             assert_eq!(together.len(), archs.len());
             for (bytecode_of_all, arch) in together.iter().zip(archs) {
                 assert!(

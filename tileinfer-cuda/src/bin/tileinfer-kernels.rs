@@ -1,6 +1,7 @@
 //! Compiles every kernel for the architectures named into packs. Needs a CUDA toolkit's `tileiras`, no GPU.
 //!
-//! `tileinfer-kernels [--sweep] [--usual] [--only TEXT] TOOLKIT FOLDER ARCH...`, where `--sweep` adds what
+//! `tileinfer-kernels [--without-tma] [--sweep] [--usual] [--only TEXT] TOOLKIT FOLDER ARCH...`, where `--without-tma`
+//! is for memory checkers, which cannot follow it, `--sweep` adds what
 //! `gpu-check --sweep` tries, `--usual` leaves out what bfloat16 models of usual sizes do not launch, and `--only`
 //! kernels whose names hold none of the texts, separated by semicolons: a quick pack to try something with.
 
@@ -17,6 +18,9 @@ use tileinfer_cuda::pack::Pack;
 
 fn main() {
     let mut arguments = std::env::args().skip(1).peekable();
+    let tma = arguments
+        .next_if(|argument| argument == "--without-tma")
+        .is_none();
     let mut catalog = catalog();
     if arguments
         .next_if(|argument| argument == "--sweep")
@@ -39,12 +43,13 @@ fn main() {
     }
     let (Some(toolkit), Some(folder)) = (arguments.next(), arguments.next()) else {
         eprintln!(
-            "usage: tileinfer-kernels [--sweep] [--usual] [--only TEXT] TOOLKIT FOLDER ARCH..."
+            "usage: tileinfer-kernels [--without-tma] [--sweep] [--usual] [--only TEXT] TOOLKIT FOLDER ARCH..."
         );
         std::process::exit(2);
     };
     let archs: Vec<String> = arguments.collect();
-    let result = build(&catalog, Path::new(&toolkit), Path::new(&folder), &archs);
+    let (toolkit, folder) = (Path::new(&toolkit), Path::new(&folder));
+    let result = build(&catalog, toolkit, folder, &archs, tma);
     if let Err(error) = result {
         eprintln!("error: {error}");
         std::process::exit(1);
@@ -61,7 +66,13 @@ fn is_usual(variant: &Variant) -> bool {
 
 /// Compiles `variants` for each of `archs`. What was compiled before from the same bytecode is kept in
 /// `FOLDER/cubins`.
-fn build(variants: &[Variant], toolkit: &Path, folder: &Path, archs: &[String]) -> Result<()> {
+fn build(
+    variants: &[Variant],
+    toolkit: &Path,
+    folder: &Path,
+    archs: &[String],
+    tma: bool,
+) -> Result<()> {
     let Some(assembler) = Assembler::in_toolkit(toolkit) else {
         return Err(Error::Device(format!(
             "{} holds no bin/tileiras; `cargo xtask cuda-toolchain` lays one out",
@@ -73,7 +84,7 @@ fn build(variants: &[Variant], toolkit: &Path, folder: &Path, archs: &[String]) 
     let names: Vec<&str> = archs.iter().map(String::as_str).collect();
     // What the kernel compiler refuses is known long before everything is assembled.
     let bytecodes = on_all_cores(variants, |variant| {
-        Ok((variant, compile::bytecodes(variant, &names)?))
+        Ok((variant, compile::bytecodes(variant, &names, tma)?))
     })?;
     for (index, arch) in names.into_iter().enumerate() {
         let assembled = on_all_cores(&bytecodes, |(variant, bytecodes)| {

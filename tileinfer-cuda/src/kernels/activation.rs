@@ -6,31 +6,25 @@ pub mod activation {
     use super::super::views::views::*;
     use cutile::core::*;
 
-    /// `silu(gate) * up` of values that are rounded to `E` before.
-    pub fn gated_silu<E: ElementType, const A: i32, const B: i32, const C: i32>(
+    /// `silu(gate) * up`.
+    pub fn gated_silu<const A: i32, const B: i32, const C: i32>(
         gate: Tile<f32, { [A, B, C] }>,
         up: Tile<f32, { [A, B, C] }>,
     ) -> Tile<f32, { [A, B, C] }> {
-        let gate: Tile<E, { [A, B, C] }> = convert_tile(gate);
-        let gate: Tile<f32, { [A, B, C] }> = convert_tile(gate);
-        let up: Tile<E, { [A, B, C] }> = convert_tile(up);
-        let up: Tile<f32, { [A, B, C] }> = convert_tile(up);
         let one: Tile<f32, { [A, B, C] }> = constant(1.0f32, shape![A, B, C]);
         let zero: Tile<f32, { [A, B, C] }> = constant(0.0f32, shape![A, B, C]);
         true_div(gate, one + exp(zero - gate)) * up
     }
 
-    /// xIELU (arXiv:2411.13010) of values that are rounded to `E` before. Near zero `expm1(x) - x` is a
+    /// xIELU (arXiv:2411.13010). Near zero `expm1(x) - x` is a
     /// Taylor polynomial: the difference of two close numbers would lose its digits.
-    pub fn curve<E: ElementType, const A: i32, const B: i32, const C: i32>(
+    pub fn curve<const A: i32, const B: i32, const C: i32>(
         value: Tile<f32, { [A, B, C] }>,
         alpha_p: f32,
         alpha_n: f32,
         beta: f32,
         eps: f32,
     ) -> Tile<f32, { [A, B, C] }> {
-        let value: Tile<E, { [A, B, C] }> = convert_tile(value);
-        let value: Tile<f32, { [A, B, C] }> = convert_tile(value);
         let zero: Tile<f32, { [A, B, C] }> = constant(0.0f32, shape![A, B, C]);
         let one: Tile<f32, { [A, B, C] }> = constant(1.0f32, shape![A, B, C]);
         let slope: Tile<f32, { [A, B, C] }> = broadcast_scalar(beta, shape![A, B, C]);
@@ -58,21 +52,19 @@ pub mod activation {
     #[cutile::entry(unchecked_accesses = true)]
     unsafe fn silu_gated<E: ElementType, const W: i32>(
         out: *mut E,
-        x: *mut E,
+        x: *mut f32,
         rows: i32,
         width: i32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
         let free: Token = start_early();
         // Gate and up halves as the even and the odd rows of one matrix.
-        let x_view: Tensor<E, { [-1, -1] }> = matrix(x, rows * 2, width, width, free);
-        let x_part: Partition<E, { [1, W] }> = x_view.partition(shape![1, W]);
-        let gate: Tile<E, { [1, W] }> = x_part.load([pid.1 * 2, pid.0]);
-        let up: Tile<E, { [1, W] }> = x_part.load([pid.1 * 2 + 1, pid.0]);
-        let gate: Tile<f32, { [1, W] }> = convert_tile(gate);
-        let up: Tile<f32, { [1, W] }> = convert_tile(up);
+        let x_view: Tensor<f32, { [-1, -1] }> = matrix(x, rows * 2, width, width, free);
+        let x_part: Partition<f32, { [1, W] }> = x_view.partition(shape![1, W]);
+        let gate: Tile<f32, { [1, W] }> = x_part.load([pid.1 * 2, pid.0]);
+        let up: Tile<f32, { [1, W] }> = x_part.load([pid.1 * 2 + 1, pid.0]);
         let value: Tile<f32, { [1, 1, W] }> =
-            gated_silu::<E, 1, 1, W>(gate.reshape(shape![1, 1, W]), up.reshape(shape![1, 1, W]));
+            gated_silu::<1, 1, W>(gate.reshape(shape![1, 1, W]), up.reshape(shape![1, 1, W]));
         let value: Tile<f32, { [1, W] }> = value.reshape(shape![1, W]);
         let value: Tile<E, { [1, W] }> = convert_tile(value);
         let out_view: Tensor<E, { [-1, -1] }> = matrix(out, rows, width, width, free);
@@ -84,7 +76,7 @@ pub mod activation {
     #[cutile::entry(unchecked_accesses = true)]
     unsafe fn xielu<E: ElementType, const W: i32>(
         out: *mut E,
-        x: *mut E,
+        x: *mut f32,
         count: i32,
         alpha_p: f32,
         alpha_n: f32,
@@ -93,12 +85,11 @@ pub mod activation {
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
         let free: Token = start_early();
-        let x_view: Tensor<E, { [-1, -1] }> = matrix(x, 1, count, count, free);
-        let x_part: Partition<E, { [1, W] }> = x_view.partition(shape![1, W]);
-        let value: Tile<E, { [1, W] }> = x_part.load([0i32, pid.0]);
-        let value: Tile<f32, { [1, W] }> = convert_tile(value);
+        let x_view: Tensor<f32, { [-1, -1] }> = matrix(x, 1, count, count, free);
+        let x_part: Partition<f32, { [1, W] }> = x_view.partition(shape![1, W]);
+        let value: Tile<f32, { [1, W] }> = x_part.load([0i32, pid.0]);
         let value: Tile<f32, { [1, 1, W] }> =
-            curve::<E, 1, 1, W>(value.reshape(shape![1, 1, W]), alpha_p, alpha_n, beta, eps);
+            curve::<1, 1, W>(value.reshape(shape![1, 1, W]), alpha_p, alpha_n, beta, eps);
         let value: Tile<f32, { [1, W] }> = value.reshape(shape![1, W]);
         let result: Tile<E, { [1, W] }> = convert_tile(value);
         let out_view: Tensor<E, { [-1, -1] }> = matrix(out, 1, count, count, free);

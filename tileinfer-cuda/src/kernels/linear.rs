@@ -176,10 +176,10 @@ pub mod linear {
             if ACT == 1 {
                 let second: Tile<i32, { [] }> = scalar_to_tile(1i32);
                 let up: Tile<f32, { [1, WIDTH, BT] }> = extract(out, [second, first, first]);
-                value = gated_silu::<E, 1, WIDTH, BT>(value, up);
+                value = gated_silu::<1, WIDTH, BT>(value, up);
             }
             if ACT == 2 {
-                value = curve::<E, 1, WIDTH, BT>(value, alpha_p, alpha_n, beta, eps);
+                value = curve::<1, WIDTH, BT>(value, alpha_p, alpha_n, beta, eps);
             }
             let out: Tile<O, { [1, WIDTH, BT] }> = convert_tile(value);
             let out: Tile<O, { [WIDTH, BT] }> = out.reshape(shape![WIDTH, BT]);
@@ -282,10 +282,10 @@ pub mod linear {
             if ACT == 1 {
                 let second: Tile<i32, { [] }> = scalar_to_tile(1i32);
                 let up: Tile<f32, { [BT, 1, WIDTH] }> = extract(out, [first, second, first]);
-                value = gated_silu::<E, BT, 1, WIDTH>(value, up);
+                value = gated_silu::<BT, 1, WIDTH>(value, up);
             }
             if ACT == 2 {
-                value = curve::<E, BT, 1, WIDTH>(value, alpha_p, alpha_n, beta, eps);
+                value = curve::<BT, 1, WIDTH>(value, alpha_p, alpha_n, beta, eps);
             }
             let out: Tile<O, { [BT, 1, WIDTH] }> = convert_tile(value);
             y_part.store_unchecked(out.reshape(shape![BT, WIDTH]), [pid.0, pid.1]);

@@ -240,10 +240,10 @@ pub mod linear_int8 {
             let mut value: Tile<f32, { [1, WIDTH, BT] }> = extract(out, [zero, zero, zero]);
             if ACT == 1 {
                 let up: Tile<f32, { [1, WIDTH, BT] }> = extract(out, [next, zero, zero]);
-                value = gated_silu::<E, 1, WIDTH, BT>(value, up);
+                value = gated_silu::<1, WIDTH, BT>(value, up);
             }
             if ACT == 2 {
-                value = curve::<E, 1, WIDTH, BT>(value, alpha_p, alpha_n, beta, eps);
+                value = curve::<1, WIDTH, BT>(value, alpha_p, alpha_n, beta, eps);
             }
             let out: Tile<O, { [1, WIDTH, BT] }> = convert_tile(value);
             let out: Tile<O, { [WIDTH, BT] }> = out.reshape(shape![WIDTH, BT]);
@@ -327,10 +327,10 @@ pub mod linear_int8 {
         let mut value: Tile<f32, { [BT, 1, WIDTH] }> = extract(out, [zero, zero, zero]);
         if ACT == 1 {
             let up: Tile<f32, { [BT, 1, WIDTH] }> = extract(out, [zero, next, zero]);
-            value = gated_silu::<E, BT, 1, WIDTH>(value, up);
+            value = gated_silu::<BT, 1, WIDTH>(value, up);
         }
         if ACT == 2 {
-            value = curve::<E, BT, 1, WIDTH>(value, alpha_p, alpha_n, beta, eps);
+            value = curve::<BT, 1, WIDTH>(value, alpha_p, alpha_n, beta, eps);
         }
         let out: Tile<O, { [BT, 1, WIDTH] }> = convert_tile(value);
         let y_view: Tensor<O, { [-1, -1] }> = matrix(y, t, width, width, free);

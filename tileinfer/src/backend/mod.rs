@@ -430,7 +430,7 @@ pub trait Backend: Send + Sized + 'static {
         shape: &AttentionShape,
     ) -> Result<()>;
 
-    /// `out = activation(x)`: `[rows, output_width(width)]` from `[rows, width]`.
+    /// `out = activation(x)`: `[rows, output_width(width)]` from f32 `[rows, width]`.
     fn activation(
         &self,
         out: &mut Self::Tensor,

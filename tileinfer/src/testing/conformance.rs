@@ -118,7 +118,18 @@ impl<B: Backend> Suite<B> {
     }
 
     fn tensor<C: Backend>(&self, on: &C, rows: usize, width: usize, values: &[f32]) -> C::Tensor {
-        let mut tensor = self.blank(on, Element::Model, rows, width);
+        self.tensor_of(on, Element::Model, rows, width, values)
+    }
+
+    fn tensor_of<C: Backend>(
+        &self,
+        on: &C,
+        element: Element,
+        rows: usize,
+        width: usize,
+        values: &[f32],
+    ) -> C::Tensor {
+        let mut tensor = self.blank(on, element, rows, width);
         on.upload(&mut tensor, 0, values).unwrap();
         tensor
     }
@@ -147,20 +158,20 @@ impl<B: Backend> Suite<B> {
         x: &[f32],
         width: usize,
         out_width: usize,
-        element: Element,
+        [from, to]: [Element; 2],
         op: &Op<'_, B>,
         reference: &Op<'_, ReferenceBackend>,
     ) {
         let rows = x.len() / width;
         let run = |rows: usize, x: &[f32]| {
-            let input = self.tensor(&self.backend, rows, width, x);
-            let mut out = self.blank(&self.backend, element, rows, out_width);
+            let input = self.tensor_of(&self.backend, from, rows, width, x);
+            let mut out = self.blank(&self.backend, to, rows, out_width);
             op(&self.backend, &mut out, &input);
             self.backend.download(&out).unwrap()
         };
         let found = run(rows, x);
-        let input = self.tensor(&self.reference, rows, width, x);
-        let mut out = self.blank(&self.reference, element, rows, out_width);
+        let input = self.tensor_of(&self.reference, from, rows, width, x);
+        let mut out = self.blank(&self.reference, to, rows, out_width);
         reference(&self.reference, &mut out, &input);
         let expected = self.reference.download(&out).unwrap();
         assert_close(what, &found, &expected, self.tolerance());
@@ -253,7 +264,7 @@ impl<B: Backend> Suite<B> {
                     &x,
                     width,
                     width,
-                    Element::Model,
+                    [Element::Model; 2],
                     &|b, out, x| b.rms_norm(out, x, &on, 1e-5).unwrap(),
                     &|b, out, x| b.rms_norm(out, x, &on_reference, 1e-5).unwrap(),
                 );
@@ -373,7 +384,7 @@ impl<B: Backend> Suite<B> {
                         &x,
                         k,
                         n,
-                        element,
+                        [Element::Model, element],
                         &|b, out, x| b.linear(out, &on.0, biased.then_some(&on.1), x).unwrap(),
                         &|b, out, x| {
                             b.linear(out, &judge.0, biased.then_some(&judge.1), x)
@@ -384,7 +395,7 @@ impl<B: Backend> Suite<B> {
                 if n % 2 == 0 {
                     let run = |fused: bool| {
                         let input = self.tensor(&self.backend, rows, k, &x);
-                        let mut wide = self.blank(&self.backend, Element::Model, rows, n);
+                        let mut wide = self.blank(&self.backend, Element::F32, rows, n);
                         let mut out = self.blank(&self.backend, Element::Model, rows, n / 2);
                         let activation = Activation::SiluGated;
                         if fused {
@@ -475,9 +486,9 @@ impl<B: Backend> Suite<B> {
         for width in [2, 30, 64, 200] {
             for activation in [Activation::SiluGated, Activation::Xielu(xielu)] {
                 for rows in [1, 3, 17] {
-                    let mut x = self
-                        .seed(width as u64)
-                        .normals(rows * width, 4.0, self.kind);
+                    let mut x =
+                        self.seed(width as u64)
+                            .normals(rows * width, 4.0, ComputeType::F32);
                     x[0] = 0.0;
                     x[1] = -90.0;
                     self.rows(
@@ -485,7 +496,7 @@ impl<B: Backend> Suite<B> {
                         &x,
                         width,
                         activation.output_width(width),
-                        Element::Model,
+                        [Element::F32, Element::Model],
                         &|b, out, x| b.activation(out, x, &activation).unwrap(),
                         &|b, out, x| b.activation(out, x, &activation).unwrap(),
                     );
@@ -1003,8 +1014,7 @@ impl<B: Backend> Suite<B> {
         let mut queries = self.blank(on, Element::Model, rows, shape.heads * shape.head_dim);
         let mut scratch = HeadScratch::new(on, shape, rows).unwrap();
         scratch.set_rows(on, rows).unwrap();
-        let mut qkv = self.blank(on, Element::F32, rows, x.len() / rows);
-        on.upload(&mut qkv, 0, x).unwrap();
+        let qkv = self.tensor_of(on, Element::F32, rows, x.len() / rows, x);
         let vectors = [
             on.load_vector(&weights[0]).unwrap(),
             on.load_vector(&weights[1]).unwrap(),
