@@ -188,12 +188,12 @@ impl From<Address> for Rows {
 }
 
 /// Into how many runs of columns a weight `[n, k]` is cut, and how many columns a run has: the fewest that
-/// give most multiprocessors of a large GPU a block, no run under 256. (More blocks lose: those of the next
+/// give most multiprocessors of a large GPU a block, no run under 512. (More blocks lose: those of the next
 /// layer, which fetch weights while they wait, take their places.) Of the shape and the type alone: it is part
 /// of the weight's reduction tree.
 pub fn splits(kind: Type, n: usize, k: usize) -> (usize, usize) {
     let tiles = n.div_ceil(64);
-    let enough = |splits: &usize| tiles * splits >= 96 || 2 * splits > k / 256;
+    let enough = |splits: &usize| tiles * splits >= 96 || 2 * splits > k / 512;
     let splits = match kind {
         Type::Bf16 => [1, 2, 4].into_iter().find(enough).unwrap_or(8),
         Type::F32 => 1,
@@ -1211,6 +1211,7 @@ pub fn catalog() -> Vec<Variant> {
                         [4096, 4096],
                         [4096, 12288],
                         [1024, 2048],
+                        [1024, 3072],
                         [4096, 1024],
                         [6144, 4096],
                         [4608, 3584],
@@ -1238,10 +1239,12 @@ pub fn catalog() -> Vec<Variant> {
             };
             for width in widths.iter().map(|width| width - odd) {
                 all.push(norm_variant(kind, kind, width, 0, false));
-                // What layers of all widths that share the tile are cut into.
-                let cut = |k| [width, 3 * width / 4, width / 2 + 1].map(|n| splits(kind, n, k).0);
-                let planes = [256, 512, 1024, 4096].into_iter().flat_map(cut);
-                for planes in planes.chain([0, 1]) {
+                // What layers are cut into.
+                let planes: &[usize] = match kind {
+                    Type::Bf16 => &[0, 1, 2, 4, 8],
+                    Type::F32 => &[0, 1],
+                };
+                for &planes in planes {
                     all.push(norm_variant(Type::F32, kind, width, planes, false));
                     if planes > 1 {
                         all.push(norm_variant(Type::F32, kind, width, planes, true));

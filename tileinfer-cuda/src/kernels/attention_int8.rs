@@ -380,7 +380,8 @@ pub mod attention_int8 {
             let first_slot: i32 = first_page * page_size / 256;
 
             // All that can be known before the wait is.
-            let free: Token = start_early_after(asked);
+            signal_early();
+            let free: Token = wait_after(asked);
             let (q, _token): (Tile<E, { [BQ, D] }>, Token) =
                 load_live::<E, BQ, D>(queries, offsets, live, free);
             let q: Tile<f32, { [BQ, D] }> = unsmoothed::<E, BQ, D>(q, factors);

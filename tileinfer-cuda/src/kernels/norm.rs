@@ -52,6 +52,7 @@ pub mod norm {
         width: i32,
         eps: f32,
     ) {
+        signal_early();
         let pid: (i32, i32, i32) = get_tile_block_id();
         let row: Tile<i32, { [R, W] }> =
             row_numbers::<R, W>() + broadcast_scalar(pid.0 * R, shape![R, W]);
@@ -71,7 +72,7 @@ pub mod norm {
             s = scales;
             asked = both;
         }
-        let free: Token = start_early_after(asked);
+        let free: Token = wait_after(asked);
         // One load after the other, so that all are under way before the first is used.
         let (value, free): (Tile<X, { [R, W] }>, Token) =
             load_live::<X, R, W>(x, offsets, live, free);

@@ -13,7 +13,7 @@ pub mod rope {
     /// (`INT8` = 1) vectors go to `bytes` and `pool_scales` instead of `out`, divided by `factors` if `smoothed`.
     /// What comes in is the sum of up to `PLANES` planes of `size` numbers, the splits of a layer that left them apart,
     /// and of its bias. All is computed in f32 and rounded once.
-    /// No kernel writes weights, cosines and factors: they are asked for before the wait, which is here.
+    /// No kernel writes weights, cosines and factors: they are asked for before the wait, which is here. The caller has signalled.
     ///
     /// # Safety
     /// As for the entry points below.
@@ -96,7 +96,7 @@ pub mod rope {
             fa = select(divided, a, fa);
             fb = select(divided, b, fb);
         }
-        let free: Token = start_early_after(asked);
+        let free: Token = wait_after(asked);
         let from: Tile<i32, { [HB, P] }> = broadcast_scalar(x_first, shape![HB, P]) + inner;
         let a: Tile<X, { [HB, P] }> =
             summed::<X, PLANES, HB, P>(x, 0i32, 1i32, planes, size, from, live, free);
@@ -220,6 +220,7 @@ pub mod rope {
         page_size: i32,
         eps: f32,
     ) {
+        signal_early();
         let pid: (i32, i32, i32) = get_tile_block_id();
         let grid: (i32, i32, i32) = get_num_tile_blocks();
         // No kernel writes the arrays that describe a step: they are read before the wait.
@@ -348,6 +349,7 @@ pub mod rope {
         heads: i32,
         head_dim: i32,
     ) {
+        signal_early();
         let pid: (i32, i32, i32) = get_tile_block_id();
         let given: Token = new_token_unordered();
         let position: i32 = scalar_at(given, positions, pid.1);
@@ -401,6 +403,7 @@ pub mod rope {
         head_dim: i32,
         page_size: i32,
     ) {
+        signal_early();
         let pid: (i32, i32, i32) = get_tile_block_id();
         let given: Token = new_token_unordered();
         let slot: i32 = scalar_at(given, slots, pid.1);

@@ -155,14 +155,22 @@ pub mod views {
         (select(live, values, nothing), loaded)
     }
 
-    /// [`start_early`], but what `asked` is the token of is asked for before the wait. (Without that the compiler moves it
-    /// to where it is used.)
+    /// The first half of [`start_early`], for kernels that ask for something before they wait: in front of that, since the
+    /// next kernel has its own to ask for.
+    ///
+    /// # Safety
+    /// [`wait_after`] follows.
+    pub unsafe fn signal_early() {
+        let _signalled: Token = gdc_launch_dependents_tko(None);
+    }
+
+    /// The second half; what `asked` is the token of is asked for before the wait. (Without that the compiler moves it to
+    /// where it is used.)
     ///
     /// # Safety
     /// As for [`start`].
-    pub unsafe fn start_early_after(asked: Token) -> Token {
-        let signalled: Token = gdc_launch_dependents_tko(Some(asked));
-        let ready: Token = gdc_wait_tko(Some(signalled));
+    pub unsafe fn wait_after(asked: Token) -> Token {
+        let ready: Token = gdc_wait_tko(Some(asked));
         ready
     }
 
