@@ -1,6 +1,7 @@
 //! The chat, in a terminal.
 
 use std::os::unix::process::ExitStatusExt;
+use std::time::{Duration, Instant};
 
 use serde_json::json;
 
@@ -159,7 +160,7 @@ fn ctrl_c_stops_the_answer_and_keeps_the_session() {
     chat.line("count to infinity");
     chat.expect(LINE_ENDS);
     // Something of the answer is there.
-    std::thread::sleep(std::time::Duration::from_millis(500));
+    std::thread::sleep(Duration::from_millis(500));
     chat.press(CTRL_C);
     chat.expect("(stopped)");
     chat.expect(PROMPT);
@@ -204,9 +205,16 @@ fn a_window_that_is_closed_ends_the_chat() {
         let home = Home::new();
         let mut chat = home.chat(&["--ctx-size", "100000", "--ignore-eos"]);
         say(&mut chat, "/set max-tokens none");
+        let history = || fs::read_to_string(home.0.path().join("tileinfer/history")).unwrap();
         if answering {
             chat.line("count to infinity");
             chat.expect(LINE_ENDS);
+            // The line is kept a moment after the terminal is given back, before it is answered.
+            let begun = Instant::now();
+            while !history().contains("count to infinity\n") {
+                assert!(begun.elapsed() < Duration::from_secs(10), "{}", history());
+                std::thread::sleep(Duration::from_millis(10));
+            }
         }
         let status = chat.hang_up();
         // The signal, an error about the terminal, or a quiet end: but no crash and no process that stays.
@@ -217,7 +225,7 @@ fn a_window_that_is_closed_ends_the_chat() {
             ),
             "{status:?}"
         );
-        let history = fs::read_to_string(home.0.path().join("tileinfer/history")).unwrap();
+        let history = history();
         assert!(history.contains("/set max-tokens none\n"), "{history}");
         assert_eq!(
             history.contains("count to infinity\n"),
