@@ -18,9 +18,10 @@
 //! [`crate::weights::int8`].
 //!
 //! # The plain and the fused forms
-//! [`Backend::qk_norm_rope_store`], [`Backend::linear_qk_norm_rope_store`], [`Backend::add_rms_norm`], [`Backend::linear_add_rms_norm`] and
-//! [`Backend::linear_activation`] come with generic bodies that chain the primitive ops: the plain form. A backend
-//! overrides them to save launches; the result has to be the same up to the order of sums within a row.
+//! [`Backend::qk_norm_rope_store`], [`Backend::linear_qk_norm_rope_store`], [`Backend::add_rms_norm`],
+//! [`Backend::linear_add_rms_norm`] and [`Backend::linear_activation`] come with generic bodies that chain the primitive
+//! ops: the plain form. A backend overrides them to save launches; the result has to be the same up to the order of sums
+//! within a row.
 
 mod profile;
 mod reference;
