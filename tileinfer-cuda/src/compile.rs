@@ -206,15 +206,18 @@ mod tests {
         let add = Variant::new(&kernels::ADD, &[Type::F32; 2], &[1024]);
         for variant in [linear_plan(&shape).variant, add] {
             let archs = ["sm_90", "sm_120", "sm_80"];
-            let together = bytecodes(&variant, &archs, true).unwrap();
-            assert_eq!(together.len(), archs.len());
-            for (bytecode_of_all, arch) in together.iter().zip(archs) {
-                assert!(
-                    *bytecode_of_all == bytecode(&variant, arch).unwrap(),
-                    "{variant} {arch}"
-                );
-            }
-            assert_ne!(together[0], together[1]);
+            let [with, without] = [true, false].map(|tma| {
+                let together = bytecodes(&variant, &archs, tma).unwrap();
+                assert_eq!(together.len(), archs.len());
+                for (bytecode_of_all, arch) in together.iter().zip(archs) {
+                    let alone = bytecodes(&variant, &[arch], tma).unwrap();
+                    assert!(*bytecode_of_all == alone[0], "{variant} {arch} {tma}");
+                }
+                assert_ne!(together[0], together[1]);
+                together
+            });
+            // Both load views.
+            assert_ne!(with, without, "{variant}");
         }
     }
 }

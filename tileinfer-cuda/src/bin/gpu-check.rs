@@ -747,49 +747,59 @@ impl Checker {
                 let positions = [3, 99, 0, 17, 50];
                 let slots = [0, 70, 190, 63, 64];
                 let pool = pages * kv_heads * PAGE * head_dim;
-                let mut keys = vec![0.0f32; pool];
-                let mut values = vec![0.0f32; pool];
-                let mut queries = Vec::new();
-                for row in 0..rows {
-                    let position = positions[row] as usize;
-                    for head in 0..heads + 2 * kv_heads {
-                        let x = &qkv[row * width + head * head_dim..][..head_dim];
-                        let is_query = head < heads;
-                        let mut vector = x.to_vec();
-                        if head < heads + kv_heads {
-                            if normed {
-                                let squares: f64 =
-                                    x.iter().map(|&v| f64::from(v) * f64::from(v)).sum();
-                                let factor = 1.0 / (squares / head_dim as f64 + 1e-6).sqrt();
-                                let w = if is_query { &qw } else { &kw };
-                                for (v, &w) in vector.iter_mut().zip(w) {
-                                    *v = (f64::from(*v) * factor * f64::from(w)) as f32;
+                // Queries, keys and values in their pools; norms are rounded `between` them and the rotation.
+                let judged = |qkv: &[f32], between: &dyn Fn(f32) -> f32| {
+                    let mut keys = vec![0.0f32; pool];
+                    let mut values = vec![0.0f32; pool];
+                    let mut queries = Vec::new();
+                    for row in 0..rows {
+                        let position = positions[row] as usize;
+                        for head in 0..heads + 2 * kv_heads {
+                            let x = &qkv[row * width + head * head_dim..][..head_dim];
+                            let is_query = head < heads;
+                            let mut vector = x.to_vec();
+                            if head < heads + kv_heads {
+                                if normed {
+                                    let squares: f64 =
+                                        x.iter().map(|&v| f64::from(v) * f64::from(v)).sum();
+                                    let factor = 1.0 / (squares / head_dim as f64 + 1e-6).sqrt();
+                                    let w = if is_query { &qw } else { &kw };
+                                    for (v, &w) in vector.iter_mut().zip(w) {
+                                        *v =
+                                            between((f64::from(*v) * factor * f64::from(w)) as f32);
+                                    }
+                                }
+                                for j in 0..half {
+                                    let (a, b) =
+                                        (f64::from(vector[j]), f64::from(vector[j + half]));
+                                    let at = position * half + j;
+                                    let (c, s) = (f64::from(cos[at]), f64::from(sin[at]));
+                                    let by = if is_query { scale[position] } else { 1.0 };
+                                    vector[j] = (a * c - b * s) as f32 * by;
+                                    vector[j + half] = (b * c + a * s) as f32 * by;
                                 }
                             }
-                            for j in 0..half {
-                                let (a, b) = (f64::from(vector[j]), f64::from(vector[j + half]));
-                                let at = position * half + j;
-                                let (c, s) = (f64::from(cos[at]), f64::from(sin[at]));
-                                let by = if is_query { scale[position] } else { 1.0 };
-                                vector[j] = (a * c - b * s) as f32 * by;
-                                vector[j + half] = (b * c + a * s) as f32 * by;
+                            vector.iter_mut().for_each(|x| *x = round(kind, *x));
+                            if is_query {
+                                queries.extend(vector);
+                            } else {
+                                let (into, h) = if head < heads + kv_heads {
+                                    (&mut keys, head - heads)
+                                } else {
+                                    (&mut values, head - heads - kv_heads)
+                                };
+                                let slot = slots[row] as usize;
+                                let at =
+                                    ((slot / PAGE * kv_heads + h) * PAGE + slot % PAGE) * head_dim;
+                                into[at..at + head_dim].copy_from_slice(&vector);
                             }
                         }
-                        vector.iter_mut().for_each(|x| *x = round(kind, *x));
-                        if is_query {
-                            queries.extend(vector);
-                        } else {
-                            let (into, h) = if head < heads + kv_heads {
-                                (&mut keys, head - heads)
-                            } else {
-                                (&mut values, head - heads - kv_heads)
-                            };
-                            let slot = slots[row] as usize;
-                            let at = ((slot / PAGE * kv_heads + h) * PAGE + slot % PAGE) * head_dim;
-                            into[at..at + head_dim].copy_from_slice(&vector);
-                        }
                     }
-                }
+                    [queries, keys, values]
+                };
+                let [queries, keys, values] = judged(&qkv, &|x| x);
+                let rounded: Vec<f32> = qkv.iter().map(|&x| round(kind, x)).collect();
+                let [plain_queries, plain_keys, _] = judged(&rounded, &|x| round(kind, x));
                 let device_qkv = self.array(Type::F32, &qkv)?;
                 let (qw, kw) = (self.array(kind, &qw)?, self.array(kind, &kw)?);
                 let (cos, sin, scale) = (
@@ -869,81 +879,73 @@ impl Checker {
                     self.same(&format!("{what}: {planes} planes"), &found[0], &found[1]);
                 }
 
-                // The plain form: columns, norm, rotation, store. (In bf16 it rounds in between.)
-                if kind == Type::F32 {
-                    let size = kind.bytes();
-                    let (qn, kn) = (heads * head_dim, kv_heads * head_dim);
-                    let q2 = self.poisoned(kind, rows * qn)?;
-                    let k2 = self.poisoned(kind, rows * kn)?;
-                    let device = self.ops.device();
-                    device.queue_copy_rows(
+                // The plain form: columns, norm, rotation, store, each of which rounds.
+                let plain_qkv = self.array(kind, &rounded)?;
+                let size = kind.bytes();
+                let (qn, kn) = (heads * head_dim, kv_heads * head_dim);
+                let q2 = self.poisoned(kind, rows * qn)?;
+                let k2 = self.poisoned(kind, rows * kn)?;
+                let device = self.ops.device();
+                device.queue_copy_rows(
+                    q2.at(),
+                    (qn * size).max(1),
+                    plain_qkv.at(),
+                    width * size,
+                    qn * size,
+                    rows,
+                )?;
+                let from = plain_qkv.at() + (qn * size) as Address;
+                device.queue_copy_rows(k2.at(), kn * size, from, width * size, kn * size, rows)?;
+                if normed {
+                    self.ops.rms_norm(
                         q2.at(),
-                        (qn * size).max(1),
-                        device_qkv.at(),
-                        width * size,
-                        qn * size,
-                        rows,
-                    )?;
-                    let from = device_qkv.at() + (qn * size) as Address;
-                    device.queue_copy_rows(
-                        k2.at(),
-                        kn * size,
-                        from,
-                        width * size,
-                        kn * size,
-                        rows,
-                    )?;
-                    if normed {
-                        self.ops.rms_norm(
-                            q2.at(),
-                            q2.at(),
-                            None,
-                            qw.at(),
-                            [kind; 2],
-                            [rows * heads, head_dim],
-                            1e-6,
-                        )?;
-                        self.ops.rms_norm(
-                            k2.at(),
-                            k2.at(),
-                            None,
-                            kw.at(),
-                            [kind; 2],
-                            [rows * kv_heads, head_dim],
-                            1e-6,
-                        )?;
-                    }
-                    self.ops
-                        .rotate(q2.at(), &inputs, &step, kind, [heads, head_dim])?;
-                    let keys_only = HeadInputs {
-                        query_scale: 0,
-                        ..inputs
-                    };
-                    self.ops
-                        .rotate(k2.at(), &keys_only, &step, kind, [kv_heads, head_dim])?;
-                    let k3 = self.array(kind, &vec![0.0; pool])?;
-                    self.ops.store(
-                        k3.at().into(),
+                        q2.at(),
                         None,
-                        k2.at(),
-                        &step,
-                        kind,
-                        [kv_heads, head_dim, PAGE],
+                        qw.at(),
+                        [kind; 2],
+                        [rows * heads, head_dim],
+                        1e-6,
                     )?;
-                    let (gq, gk) = (self.read(&q2)?, self.read(&k3)?);
-                    self.close(
-                        &format!("{what}: queries, plain form"),
-                        &gq,
-                        &wide(&queries),
-                        bound,
-                    );
-                    self.close(
-                        &format!("{what}: keys, plain form"),
-                        &gk,
-                        &wide(&keys),
-                        bound,
-                    );
+                    self.ops.rms_norm(
+                        k2.at(),
+                        k2.at(),
+                        None,
+                        kw.at(),
+                        [kind; 2],
+                        [rows * kv_heads, head_dim],
+                        1e-6,
+                    )?;
                 }
+                self.ops
+                    .rotate(q2.at(), &inputs, &step, kind, [heads, head_dim])?;
+                let keys_only = HeadInputs {
+                    query_scale: 0,
+                    ..inputs
+                };
+                self.ops
+                    .rotate(k2.at(), &keys_only, &step, kind, [kv_heads, head_dim])?;
+                let k3 = self.array(kind, &vec![0.0; pool])?;
+                self.ops.store(
+                    k3.at().into(),
+                    None,
+                    k2.at(),
+                    &step,
+                    kind,
+                    [kv_heads, head_dim, PAGE],
+                )?;
+                let (gq, gk) = (self.read(&q2)?, self.read(&k3)?);
+                self.close(
+                    &format!("{what}: queries, plain form"),
+                    &gq,
+                    &wide(&plain_queries),
+                    bound,
+                );
+                self.close(
+                    &format!("{what}: keys, plain form"),
+                    &gk,
+                    &wide(&plain_keys),
+                    bound,
+                );
             }
         }
         Ok(())
